@@ -203,11 +203,7 @@ class AssessmentReport(MeasuringWidget):
         self._start("experiment", job, {"two replays": 1})
 
     def _show_row(self, anchor: str) -> None:
-        """Show the report, scroll to a row of its data tables, and mark the row.
-
-        Args:
-            anchor: Anchor of the row, from `workbench.reports.quantity.Quantity`.
-        """
+        """Show the report, scroll to a row of its data tables, and mark the row."""
         self.view = "report"
         self.text.lead_to(anchor)
 
@@ -383,14 +379,7 @@ _MISSING = "To run an experiment here, open the diagnosis as AssessmentReport(tr
 
 
 class ExperimentsView:
-    """A table of experiments, a description of the chosen one, and a button that runs it.
-
-    Attributes:
-        table: One row per experiment, in the proposed order; its ``value`` is the index of the chosen one in the tree.
-        words: Text about the change, the expected outcomes and the outcome.
-        button: Runs the chosen experiment.
-        box: The widget.
-    """
+    """A table of experiments, a description of the chosen one, and a button that runs it."""
 
     def __init__(self, owner: WorkbenchWidget, run: Callable[[int], None], *, can_run: bool) -> None:
         self._numbers: Numbers | None = None
@@ -409,11 +398,7 @@ class ExperimentsView:
 
     @property
     def chosen(self) -> int:
-        """Index of the chosen experiment in the tree.
-
-        Raises:
-            OptionError: If there is none.
-        """
+        """Index of the chosen experiment in the tree."""
         if not self.table.value:
             raise OptionError("No experiment is chosen; choose a row of the table.")
         return int(self.table.value)

@@ -37,10 +37,6 @@ ZOOM_TIPS = [
 class EigenvaluePanels:
     """One panel per model on shared axes; data, texts and ranges are updated in place.
 
-    Args:
-        spectra: Spectra by name, with all layers, because they determine the colors of depth.
-        theme: A theme of widgets.
-
     Attributes:
         root: The bokeh layout of all panels.
         figures: The panels by name.
@@ -83,15 +79,7 @@ class EigenvaluePanels:
         *,
         remark: str = "",
     ) -> None:
-        """Update the modes and texts of one panel.
-
-        Args:
-            name: Name of the model; shortened if the panel is narrow.
-            spectra: The layers shown; dims ``layer`` and ``mode``.
-            columns: Result of `columns`.
-            view: The view of the panel.
-            remark: Remark after the name.
-        """
+        """Update the modes and texts of one panel."""
         self.sources[name].data = columns
         ground, band = self._ground[name], band_outline(spectra)
         ground["Near_hyphen_minus_unit_band"].data = {"xs": [[[band["x"]]]], "ys": [[[band["y"]]]]}

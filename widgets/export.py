@@ -19,18 +19,7 @@ if TYPE_CHECKING:
 
 
 class ExportBar(ipywidgets.VBox):
-    """A path, a button for each kind of file, and a line with the last file written.
-
-    Args:
-        owner: The widget; its ``save`` writes the files, and it shows the errors.
-        kinds: Suffix -> label and tooltip of its button.
-
-    Attributes:
-        path: Text field for the path without suffix.
-        buttons: Buttons by suffix.
-        overwrite: Checkbox for replacing existing files.
-        note: The last file written, and its size.
-    """
+    """A path, a button for each kind of file, and a line with the last file written."""
 
     def __init__(self, owner: WorkbenchWidget, kinds: Mapping[str, tuple[str, str]]) -> None:
         self._suggested = ""

@@ -51,9 +51,6 @@ _CSS = """
 class Figure(anywidget.AnyWidget):
     """A bokeh layout on the page; changes to its models in Python are drawn immediately.
 
-    Attributes:
-        is_drawn: Whether a page has drawn it.
-
     Args:
         root: The layout to show. If it belongs to a document, it must be the only root.
         lock: Held while the figure's models change; pass the lock that callbacks of these models hold.

@@ -24,11 +24,7 @@ KINDS = {
 
 
 def with_ending(path: str, ending: str) -> Path:
-    """Return a path with its suffix, which may be missing.
-
-    Raises:
-        StoreError: If the path is empty.
-    """
+    """Return a path with its suffix, which may be missing."""
     given = Path(path.strip()).expanduser()
     if not given.name:
         raise StoreError("The file name is empty; enter one, such as exports/figure.")
@@ -36,11 +32,7 @@ def with_ending(path: str, ending: str) -> Path:
 
 
 def ending_of(path: str | os.PathLike[str], kinds: Iterable[str]) -> str:
-    """Return the suffix of a path, which selects the format.
-
-    Raises:
-        StoreError: If files of this format cannot be written.
-    """
+    """Return the suffix of a path, which selects the format."""
     ending = Path(path).suffix.lower()
     if ending not in kinds:
         raise StoreError(f"'{Path(path).name}' has the suffix '{ending}', expected one of {', '.join(kinds)}.")
@@ -48,11 +40,7 @@ def ending_of(path: str | os.PathLike[str], kinds: Iterable[str]) -> str:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder of a file.
-
-    Raises:
-        StoreError: If the folder cannot be created.
-    """
+    """Create the folder of a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -65,9 +53,6 @@ def export_runs(runs: Mapping[str, xr.DataTree], path: Path, *, overwrite: bool 
     """Write several runs to one netCDF file, with one group per run and one subgroup per part of the run.
 
     ``wb.open_run(path)[name]`` returns a run. A slash in a name would add another group, and is replaced by "|".
-
-    Raises:
-        StoreError: If the file exists, the disk is full, or two names are equal after the replacement.
     """
     import xarray as xr
 

@@ -533,12 +533,6 @@ def live_figure(histories: Mapping[str, RunHistory], *, step: int | None = None,
         histories: Histories by run.
         step: Recorded step; None for the latest.
         backend: ``"bokeh"`` or ``"matplotlib"``.
-
-    Returns:
-        A holoviews Layout.
-
-    Raises:
-        OptionError: If there are no modes yet, or there is no such backend.
     """
     found = {name: history.spectra_at(step) for name, history in histories.items()}
     spectra = {name: data for name, data in found.items() if data is not None}
@@ -562,10 +556,6 @@ class KSSPanel(LatestState):
     """Controls of switch, strength and interval.
 
     The page sends only the user's actions and shows the state of the kernel, so it can never restore an old value.
-
-    Args:
-        kss: The KSS to control.
-        guarded: Wraps the requests of the page, so that errors are shown to the user.
     """
 
     _esm = script("latest_state.js", "kss_panel.js")

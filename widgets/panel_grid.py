@@ -18,16 +18,7 @@ if TYPE_CHECKING:
 
 
 def own_panel(drawing: Any, x_range: Range1d, *, frame_width: int) -> tuple[Any, figure, Title]:
-    """Return the single panel of a figure, for use in a grid and for updates in place.
-
-    Args:
-        drawing: Figure from a function of ``workbench.plots``, of one panel.
-        x_range: Range shared by the panels of the grid.
-        frame_width: Width of the panel, in pixels.
-
-    Returns:
-        The holoviews plot of the panel, its bokeh figure without a legend, and the note above it.
-    """
+    """Return the single panel of a figure, for use in a grid and for updates in place."""
     plot = bokeh_plot(drawing)
     (panel,) = plot.traverse(lambda part: part, [lambda part: type(part).__name__ == "OverlayPlot"])
     plot.state.document.clear()  # the panel moves into another grid

@@ -84,9 +84,6 @@ class Stage(ipywidgets.VBox):
 class FigureStage(Stage):
     """A container for figures of ``workbench.plots``; each stays until the next one has been drawn.
 
-    Args:
-        theme: Theme of the figures.
-
     Attributes:
         figure: The figure that is shown, or will be shown once drawn; None if there is none.
         canvas: The widget of the figure.

@@ -78,12 +78,7 @@ class Presence(anywidget.AnyWidget):
 
 
 class StaticPicture:
-    """The static picture of one widget in the outputs of its cells.
-
-    Args:
-        draw: Returns the current state as PNG; called from any thread, without a lock.
-        words: Returns the state in one sentence, for programs that show no pictures.
-    """
+    """The static picture of one widget in the outputs of its cells."""
 
     def __init__(self, draw: Callable[[], bytes], words: Callable[[], str]) -> None:
         self._draw, self._words = draw, words

@@ -97,11 +97,7 @@ _CSS = """
 
 
 class Tags(anywidget.AnyWidget):
-    """A row of names that can be switched on and off.
-
-    Attributes:
-        value: The names switched on, in the order of the options.
-    """
+    """A row of names that can be switched on and off."""
 
     _esm = _ESM
     _css = _CSS
@@ -115,11 +111,7 @@ class Tags(anywidget.AnyWidget):
         return [option["name"] for option in self.options]
 
     def choose(self, names: str | Iterable[str]) -> None:
-        """Switch these names on and all others off.
-
-        Raises:
-            OptionError: If a name does not exist, or no name is given.
-        """
+        """Switch these names on and all others off."""
         names = [names] if isinstance(names, str) else list(names)
         require_listed(self.label, names or [None], self.names)
         self.value = [name for name in self.names if name in names]

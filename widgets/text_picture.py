@@ -39,9 +39,6 @@ def text_picture(
         paragraphs: Paragraphs.
         table: Rows with equal numbers of cells; the first row is the header.
         image: A PNG, scaled down if it is too wide.
-
-    Returns:
-        A PNG with a palette, 1,000 pixels wide.
     """
     paper = _Paper()
     paper.write(title, _TITLE)

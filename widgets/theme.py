@@ -14,11 +14,7 @@ THEMES = {"page": 1.0, "projector": 1.5}
 
 
 def check_theme(theme: str) -> None:
-    """Raise an exception if a theme does not exist.
-
-    Raises:
-        OptionError: If there is no such theme.
-    """
+    """Raise an exception if a theme does not exist."""
     require_listed("theme", [theme], THEMES)
 
 

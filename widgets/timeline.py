@@ -405,12 +405,7 @@ class Timeline(WorkbenchWidget):
 
 
 def _followed(runs: Run | Mapping[str, Run]) -> dict[str, FollowedRun]:
-    """Return runs by name.
-
-    Raises:
-        SchemaError: If there is no run, or a value is not a run.
-        StoreError: If there is no run at a path.
-    """
+    """Return runs by name."""
     import xarray as xr
 
     if isinstance(runs, str | os.PathLike):

@@ -528,16 +528,7 @@ def _state(points: float) -> str:
 
 @dataclass
 class OpenCase:
-    """A case that is being played.
-
-    Attributes:
-        patient: The patient.
-        measured: Measurement -> its values.
-        replays: Cause -> the losses of the run and of its replay with the change.
-        causes: The causes that are marked.
-        cure: The cause whose change is chosen; empty for no change.
-        lines: The lines of Python after those that open the case.
-    """
+    """A case that is being played."""
 
     patient: Patient
     measured: dict[str, xr.Dataset] = field(default_factory=dict)

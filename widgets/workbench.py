@@ -416,14 +416,7 @@ def _follow(widget: weakref.ref[Workbench], is_closed: threading.Event) -> None:
 
 @dataclass(frozen=True)
 class MadeView:
-    """A widget that a view made.
-
-    Attributes:
-        view: The view.
-        call: The call that made the widget.
-        widget: The widget.
-        before: Values of its controls when it was made.
-    """
+    """A widget that a view made."""
 
     view: View
     call: LibraryCall
@@ -463,12 +456,7 @@ def _imports(visible: list[MadeView], lines: list[str]) -> list[str]:
 
 
 class SourceCatalogue:
-    """The sources of the list.
-
-    Attributes:
-        sources: The sources by name.
-        is_complete: Whether the last search of the folder was complete.
-    """
+    """The sources of the list."""
 
     def __init__(self) -> None:
         self.sources: dict[str, Source] = {source.name: source for source in shipped()}

@@ -84,12 +84,7 @@ class LayerView(ComparisonView):
 
 
 class LayerPanels:
-    """Panels of several measures in a grid with a shared depth axis; each is built when it is first needed.
-
-    Args:
-        names: Names of all runs, in the order that sets their styles.
-        theme: A theme of widgets.
-    """
+    """Panels of several measures in a grid with a shared depth axis; each is built when it is first needed."""
 
     def __init__(self, names: Sequence[str], theme: str) -> None:
         self.names, self._theme = list(names), theme
@@ -99,12 +94,7 @@ class LayerPanels:
         self._arranged: tuple[MeasurePanel, ...] = ()
 
     def arrange(self, measures: Sequence[str], spectra: Mapping[str, xr.Dataset]) -> bool:
-        """Arrange the panels of these measures in a grid, and return whether the grid has changed.
-
-        Args:
-            measures: Measures in the order of display.
-            spectra: Spectra of all runs, to build missing panels.
-        """
+        """Arrange the panels of these measures in a grid, and return whether the grid has changed."""
         for measure in measures:
             if measure not in self.panels or not self.panels[measure].suits(spectra):
                 self.panels[measure] = MeasurePanel(measure, spectra, self.x_range, theme=self._theme)
@@ -124,19 +114,7 @@ class LayerPanels:
 
 
 class MeasurePanel:
-    """One measure against depth, one line per run; data, visibility and ranges are updated in place.
-
-    Args:
-        measure: Name of a per-layer variable of the schema.
-        spectra: Spectra of all runs, in the order that sets their styles.
-        x_range: The depth range, shared with the other panels.
-        theme: A theme of widgets.
-
-    Attributes:
-        figure: The bokeh panel.
-        sources: The columns of the markers, by run.
-        is_logarithmic: Whether the measure has a logarithmic axis.
-    """
+    """One measure against depth, one line per run; data, visibility and ranges are updated in place."""
 
     def __init__(self, measure: str, spectra: Mapping[str, xr.Dataset], x_range: Range1d, *, theme: str) -> None:
         self.measure = measure
@@ -166,13 +144,7 @@ class MeasurePanel:
         return not len(values) or self.is_logarithmic == bool((values > 0).all())
 
     def write(self, spectra: Mapping[str, xr.Dataset], layers: Sequence[int], *, depth: str) -> None:
-        """Show these runs and hide all others.
-
-        Args:
-            spectra: Spectra of all layers, by run.
-            layers: Layers to show.
-            depth: Depth axis as in `workbench.plots.layer_profile`.
-        """
+        """Show these runs and hide all others."""
         values = [np.array([REFERENCE[self.measure]])] if self.measure in REFERENCE else [np.zeros(0)]
         for name, source in self.sources.items():
             for part in self.parts(name):

@@ -86,19 +86,7 @@ class RadarView(ComparisonView):
 
 
 class RadarCharts:
-    """A chart for every run, of which some are shown.
-
-    Args:
-        names: Names of the runs, in the order that sets their styles.
-        measures: The axes.
-        comparison: Comparison of some of the runs, from `workbench.compare`.
-        theme: A theme of widgets.
-
-    Attributes:
-        root: The bokeh layout of the charts shown.
-        charts: The charts by run.
-        key: Meaning of the axes and the lines.
-    """
+    """A chart for every run, of which some are shown."""
 
     def __init__(self, names: Sequence[str], measures: Sequence[str], comparison: xr.Dataset, *, theme: str) -> None:
         self._n_columns = _N_COLUMNS if theme == "page" else 1

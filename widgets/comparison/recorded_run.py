@@ -34,10 +34,6 @@ class RecordedRun:
         steps: Recorded steps of the spectra, int64, increasing; 0 is the initialization.
         n_layers: Layers of the model.
         extent: First and last recorded step of any data.
-
-    Raises:
-        SchemaError: If the run has no spectra, or its spectra do not follow the schema.
-        StoreError: If there is no run at the path.
     """
 
     def __init__(self, name: str, data: xr.DataTree | xr.Dataset | str | os.PathLike[str]) -> None:

@@ -82,11 +82,7 @@ class Scene:
         return run.near(self.step).isel(layer=[]) if spectra is None else select_layers(spectra, self.layer_range)
 
     def titled(self) -> dict[str, xr.Dataset]:
-        """Return the spectra by title instead of name, for a separate figure.
-
-        Raises:
-            OptionError: If no displayed run has spectra yet.
-        """
+        """Return the spectra by title instead of name, for a separate figure."""
         spectra = {self.runs[name].title(self.step): data for name, data in self.spectra().items()}
         if not spectra:
             raise OptionError(
@@ -97,10 +93,6 @@ class Scene:
 
 class ComparisonView:
     """Base class of the views: a box with controls and a figure.
-
-    Args:
-        lock: Held while the figure changes.
-        theme: A theme of widgets.
 
     Attributes:
         box: The widget.

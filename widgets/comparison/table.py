@@ -72,12 +72,7 @@ class TableView(ComparisonView):
 
 
 def comparison_of(scene: Scene) -> xr.Dataset:
-    """Return the comparison of the displayed runs at this step and in these layers, as `workbench.compare` does.
-
-    Raises:
-        OptionError: If none of them has spectra of these layers yet, or they were measured with different
-            thresholds.
-    """
+    """Return the comparison of the displayed runs at this step and in these layers, as `workbench.compare` does."""
     spectra = {name: scene.layers_of(name) for name in scene.shown}
     spectra = {name: data for name, data in spectra.items() if data.sizes["layer"]}
     if not spectra:

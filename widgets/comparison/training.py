@@ -128,18 +128,6 @@ class TracePanel:
 
     It contains the runs that were shown when it was built, which determine the scale of its axis; it contains all runs
     if none of those has the variable.
-
-    Args:
-        variable: Variable as in `workbench.plots.traces`.
-        runs: All runs, in the order that sets their styles.
-        shown: Names of the displayed runs.
-        x_range: The step range, shared with the other panels.
-        theme: A theme of widgets.
-
-    Attributes:
-        figure: The bokeh panel.
-        cursor: The line at the displayed step.
-        sources: The columns of the line of each run.
     """
 
     def __init__(

@@ -22,11 +22,6 @@ class AlarmList(LatestState):
     """A list of alarms with step, run, signal, layer and head, and their likely causes.
 
     Only one thread adds to it. Every line is also recorded as an event of the run.
-
-    Attributes:
-        lines: The newest lines, newest first, with keys ``number`` (from 1), ``step``, ``run``, ``kind`` (``alarm``,
-            ``attribution`` or ``action``) and ``text``.
-        first: The first alarm and its attribution of each run, oldest first, with the same keys.
     """
 
     _esm = script("latest_state.js", "alarm_list.js")
@@ -50,12 +45,7 @@ class AlarmList(LatestState):
         self._n_said = getattr(self, "_n_said", 0)  # unique, so that a page can find new lines
 
     def hear(self, run: str, news: StepNews) -> None:
-        """Add the news of a step.
-
-        Args:
-            run: Name of the run.
-            news: News of the step.
-        """
+        """Add the news of a step."""
         for alarm in news.alarms:
             self._say(news.step, run, "alarm", alarm.message)
         found = news.attribution

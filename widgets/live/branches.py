@@ -40,11 +40,7 @@ class SavedStep:
 
 
 class Branches:
-    """The folder of a `LiveTraining` with ``start-001/with KSS.zarr``, ``start-001/with KSS.checkpoints``, and so on.
-
-    Args:
-        folder: The folder; may contain earlier starts.
-    """
+    """The folder of a `LiveTraining` with ``start-001/with KSS.zarr``, ``start-001/with KSS.checkpoints``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,16 +73,7 @@ class Branches:
         return sorted(found, key=lambda saved: (-saved.start, -saved.step, saved.run))
 
     def branch(self, origins: Mapping[str, SavedStep], stores: Mapping[str, Path]) -> None:
-        """Copy runs up to a checkpoint to new stores: all of them, or none if one fails.
-
-        Args:
-            origins: Checkpoint by name of the new run.
-            stores: Store by name of the new run.
-
-        Raises:
-            CheckpointError: If the checkpoint no longer exists.
-            StoreError: If the disk is full, or a store exists.
-        """
+        """Copy runs up to a checkpoint to new stores: all of them, or none if one fails."""
         try:
             for name, store in stores.items():
                 branch_run(origins[name].store, store, step=origins[name].step)
@@ -113,9 +100,6 @@ def remarks_on(saved: Sequence[SavedStep], start: int, histories: Mapping[str, R
         saved: Checkpoints, the latest step first.
         start: Number of the current start.
         histories: Its runs by name, the first run first.
-
-    Returns:
-        A remark for each recommended checkpoint; the one before the divergence of the first diverged run comes first.
     """
     remarks: dict[SavedStep, str] = {}
     for name, history in histories.items():

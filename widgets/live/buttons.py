@@ -36,20 +36,7 @@ class Owner(Protocol):
 
 
 class Buttons:
-    """A row of buttons and the list of checkpoints.
-
-    Args:
-        owner: The widget that they control.
-
-    Attributes:
-        start: Button.
-        pause: Button; "Resume" during a pause.
-        stop: Button; "Stop now" while the runs are ending.
-        restart: Button.
-        choice: List of checkpoints to restart from; the best one is chosen until the user chooses another.
-        controls: All controls.
-        box: The widget.
-    """
+    """A row of buttons and the list of checkpoints."""
 
     def __init__(self, owner: Owner) -> None:
         def button(text: str, tip: str, act: Callable[[], None]) -> ipywidgets.Button:
@@ -84,14 +71,7 @@ class Buttons:
     def offer(
         self, state: str, saved: Sequence[SavedStep], best: SavedStep | None, remarks: Mapping[SavedStep, str]
     ) -> None:
-        """Enable the buttons that apply to a state, and list the checkpoints.
-
-        Args:
-            state: State as in `LiveTraining.state`.
-            saved: All checkpoints, in the order of the list.
-            best: The default checkpoint.
-            remarks: Remarks on recommended checkpoints, which are listed first.
-        """
+        """Enable the buttons that apply to a state, and list the checkpoints."""
         is_running = state not in ("ready", ENDED)
         ordered = [*remarks, *(each for each in saved if each not in remarks)]
         options = [(f"{each}: {remarks[each]}" if each in remarks else str(each), each) for each in ordered]

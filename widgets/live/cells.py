@@ -39,10 +39,6 @@ def succeed(widget: Replaceable, folder: Path) -> None:
 
     A cell that is run again replaces its widgets of the previous execution; several widgets of one execution coexist.
     Two widgets never write into the same folder.
-
-    Args:
-        widget: The new widget.
-        folder: Folder for its records.
     """
     origin = _Origin(*_present_cell(), folder.absolute())
     _created[:] = [(reference, other) for reference, other in _created if reference() is not None]

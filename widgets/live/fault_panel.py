@@ -17,10 +17,6 @@ class FaultPanel(LatestState):
 
     As in `KSSPanel`, the page sends the user's actions and shows the state of the kernel. A switch follows its fault
     when code or a schedule changes it.
-
-    Args:
-        faults: Faults to switch, at most one of each kind.
-        guarded: Wraps the requests of the page, so that errors are shown to the user.
     """
 
     _esm = script("latest_state.js", "fault_panel.js")

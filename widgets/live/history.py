@@ -289,17 +289,7 @@ class RunHistory:
 def pack(
     histories: Mapping[str, RunHistory], modes: Mapping[str, LiveModes | None], *, has_traces: bool = True
 ) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return the histories for the page: a JSON description and binary buffers of each run.
-
-    Args:
-        histories: Histories by run.
-        modes: Modes to show, by run.
-        has_traces: Whether to include the traces in the buffers.
-
-    Returns:
-        runs: One dict per run.
-        buffers: For each run its points, layers and reliability, then steps and values of each trace.
-    """
+    """Return the histories for the page: a JSON description and binary buffers of each run."""
     runs, buffers = [], []
     for name, history in histories.items():
         n_done, shown = history.n_done, modes[name]

@@ -28,12 +28,6 @@ class LiveCanvas(LatestState):
     The radial scale of the eigenvalue maps is linear up to a modulus of 1.25 and logarithmic beyond, so that modes of
     modulus 1e5 stay on the map.
 
-    Args:
-        status: Returns the status in one line.
-        note: Returns a short note on a run that has not ended, by name.
-        guarded: Wraps the requests of the page, so that errors are shown to the user.
-        moved: Called when another step is shown.
-
     Attributes:
         n_steps: Maximum number of steps of the runs.
         histories: Displayed histories by run; use `show` to change them.

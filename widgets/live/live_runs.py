@@ -30,17 +30,7 @@ STARTING, TRAINING, PAUSING, PAUSED, STOPPING, ENDED = "starting", "training", "
 
 
 class Listener(NamedTuple):
-    """Functions that are called in the thread that receives messages from the process.
-
-    Attributes:
-        run_in_page: Calls a function such that its messages reach the page and are answered.
-        take_step: Called with the name of a run and the news of a step, after its history was updated.
-        take_end: Called with the name of a run that has ended; its verdict is in its history.
-        take_state: Called after a change of the state.
-        take_refusal: Called with an error if the runs could not start.
-        take_heartbeat: Called regularly while the process is running.
-        take_exit: Called last, when all runs have ended and are closed.
-    """
+    """Functions that are called in the thread that receives messages from the process."""
 
     run_in_page: Callable[..., None]
     take_step: Callable[[str, StepNews], None]
@@ -52,22 +42,7 @@ class Listener(NamedTuple):
 
 
 class LiveRuns:
-    """Training runs in a separate process.
-
-    Args:
-        job: Result of `wire.packed`.
-        histories: Histories by run, the first run first: empty, or those of runs that are continued.
-        switches: KSS and faults of the first run, as they are in the kernel.
-        listener: Functions to call for each message.
-
-    Attributes:
-        histories: The given histories, which are filled during training.
-        state: ``"starting"``, ``"training"``, ``"pausing"``, ``"paused"``, ``"stopping"`` or ``"ended"``.
-        stage: What the process does while it is starting.
-        began: Time of the start, as `time.monotonic`.
-        sentences: Messages to the user about runs that diverged or failed.
-        is_refused: Whether the runs could not start.
-    """
+    """Training runs in a separate process."""
 
     def __init__(self, job: bytes, histories: dict[str, RunHistory], switches: Switches, listener: Listener) -> None:
         self.histories, self.state = histories, STARTING
@@ -199,11 +174,6 @@ class TrainingProcess:
     """A separate Python process that trains the runs of one start.
 
     It uses one thread less than the kernel would, so that a core stays free for the page and the kernel.
-
-    Args:
-        job: Result of `wire.packed`.
-        hear: Called with each message, in a thread of this object.
-        on_exit: Called last, in that thread: with an error if the process did not end by itself, else with "".
     """
 
     def __init__(self, job: bytes, *, hear: Callable[..., None], on_exit: Callable[[str], None]) -> None:

@@ -36,13 +36,6 @@ class PairedRuns:
         alarms: Alarms of the first run; None if there are none.
         actions: Actions of the first run; None if there are none.
         is_off: Whether the recommended KSS is off at first; with faults it always is.
-
-    Attributes:
-        names: Names of the treatment and of its control.
-
-    Raises:
-        OptionError: If the faults cannot be combined, if there are alarms without a recorder, or actions without
-            alarms.
     """
 
     def __init__(

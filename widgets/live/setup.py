@@ -58,10 +58,6 @@ class Setup:
         compare: The second run: the name of the control, ``NOTHING`` or ``ARCHITECTURE``.
         controls: All controls.
         box: The widget.
-
-    Raises:
-        OptionError: If there is no such task, a number is out of range, or the two architectures cannot learn the same
-            task.
     """
 
     @checked
@@ -132,11 +128,7 @@ class Setup:
         self.second.box.layout.display = "" if self.has_second else "none"
 
     def build_task(self) -> Task:
-        """Return the task of the controls.
-
-        Raises:
-            OptionError: If its data can be read only once, so that they cannot be sent to the training process.
-        """
+        """Return the task of the controls."""
         if self._task is None:
             return _TASKS[self.task.value](self.seed.value)
         if isinstance(self._task, OneShotTask):
@@ -147,15 +139,7 @@ class Setup:
         return self._task
 
     def build_models(self, task: Task, names: list[str]) -> dict[str, nn.Module]:
-        """Return a new model for each run, with the same initial parameters on each call.
-
-        Args:
-            task: The task.
-            names: Names of the runs, the first run first.
-
-        Raises:
-            OptionError: If an architecture is invalid.
-        """
+        """Return a new model for each run, with the same initial parameters on each call."""
         of_second = self.second if self.has_second else self.first
         return {
             name: controls.build(task, self.seed.value)
@@ -214,20 +198,7 @@ NARROW = {"width": "134px", "max_width": "98%"}
 
 
 class ArchitectureControls:
-    """Controls of family, norm, width and depth; or the name of a given model.
-
-    Args:
-        architecture: A configuration of the zoo, which the controls can change; or a model, which is copied for each
-            run and never changed.
-        title: Label of the architecture on the page.
-
-    Attributes:
-        controls: All controls; empty for a model.
-        box: The widget.
-
-    Raises:
-        OptionError: If the architecture has another type.
-    """
+    """Controls of family, norm, width and depth; or the name of a given model."""
 
     def __init__(self, architecture: zoo.ArchitectureConfig | nn.Module, *, title: str = "architecture") -> None:
         if not isinstance(architecture, zoo.ArchitectureConfig | nn.Module):
@@ -271,11 +242,7 @@ class ArchitectureControls:
             self.norm.value = norm if norm in norms else norms[0]
 
     def build(self, task: Task, seed: int) -> nn.Module:
-        """Return a new model for a task, with the same initial parameters on each call.
-
-        Raises:
-            OptionError: If the architecture is invalid.
-        """
+        """Return a new model for a task, with the same initial parameters on each call."""
         if self.model is not None:
             return copy.deepcopy(self.model)
         kind: Any = task  # tasks of images and of tokens have different fields

@@ -58,9 +58,6 @@ class Start:
             branches: The folder.
             settings: Further settings of `workbench.train`.
             saved: Checkpoint to continue from; None to start from the beginning.
-
-        Raises:
-            OptionError: If the values of the controls are invalid, or an object cannot be sent to the process.
         """
         task = setup.build_task()
         names = list(setup.architecture_names if setup.has_second else pair.names)
@@ -92,12 +89,7 @@ class Start:
         return cls(number, stores, switched, n_steps, n_kept, job, saved)
 
     def histories(self, branches: Branches) -> dict[str, RunHistory]:
-        """Return empty histories, or copy the runs of the checkpoint and return their histories.
-
-        Raises:
-            CheckpointError: If the checkpoint no longer exists.
-            StoreError: If the disk is full, or the other architecture has no checkpoint at or before that step.
-        """
+        """Return empty histories, or copy the runs of the checkpoint and return their histories."""
         if self.saved is None:
             return {name: RunHistory(self.n_steps, store, n_kept=self.n_kept) for name, store in self.stores.items()}
         branches.branch(self._origins(branches), self.stores)

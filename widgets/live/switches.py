@@ -16,14 +16,7 @@ KSS_NAME = "kss"
 
 
 class Switches:
-    """The state of the KSS and the faults of one run; changes on one side are sent to the other.
-
-    Args:
-        kss: KSS of the run.
-        faults: Faults of the run, at most one of each kind.
-        tell: Called with the changes, by name of the fault or ``"kss"``, in the thread that made them; not called for
-            changes by `load`.
-    """
+    """The state of the KSS and the faults of one run; changes on one side are sent to the other."""
 
     def __init__(self, kss: KSS, faults: Iterable[Fault], tell: Callable[[State], None]) -> None:
         self.kss, self.faults = kss, {fault.name: fault for fault in faults}

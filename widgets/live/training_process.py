@@ -29,12 +29,7 @@ _N_WAITING = 2000
 
 
 class Worker:
-    """The runs of one start in the training process.
-
-    Args:
-        commands: Stream of commands from the kernel.
-        answers: Stream of messages to the kernel.
-    """
+    """The runs of one start in the training process."""
 
     def __init__(self, commands: Any, answers: Any) -> None:
         self._answers = answers

@@ -31,14 +31,7 @@ class _Pickler(cloudpickle.Pickler):
 
 
 def packed(parts: Mapping[str, Any]) -> bytes:
-    """Return the parts of a job as one pickle, in which shared objects stay shared.
-
-    Args:
-        parts: Parts by names for error messages, such as ``"the task"``.
-
-    Raises:
-        OptionError: If a part cannot be pickled; the exception names it.
-    """
+    """Return the parts of a job as one pickle, in which shared objects stay shared."""
     stream = io.BytesIO()
     try:
         _Pickler(stream).dump(dict(parts))

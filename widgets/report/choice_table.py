@@ -48,11 +48,7 @@ class ChoiceTable(anywidget.AnyWidget):
         return [list(self.columns), *([cell["text"] for cell in row["cells"]] for row in self.rows)]
 
     def choose(self, name: str) -> None:
-        """Choose a row.
-
-        Raises:
-            OptionError: If there is no such row.
-        """
+        """Choose a row."""
         names = [row["id"] for row in self.rows]
         require_listed(self.label, [name], names)
         self.value = name

@@ -25,15 +25,7 @@ _ALL = "all failure modes"
 
 
 class CriteriaView:
-    """Filters, a table, and the evidence for its chosen row.
-
-    Attributes:
-        mode: The failure mode to show; empty for all.
-        states: The states to show.
-        table: One row per criterion; its ``value`` is the id of the chosen one.
-        evidence: Text and figure of the chosen criterion.
-        box: The widget.
-    """
+    """Filters, a table, and the evidence for its chosen row."""
 
     def __init__(self, owner: WorkbenchWidget, lead_to: Callable[[str], None]) -> None:
         self._numbers: Numbers | None = None

@@ -64,12 +64,7 @@ class Evidence(ipywidgets.VBox):
             self._place.draw(None)
 
     def tell(self, numbers: Numbers, name: str) -> None:
-        """Show a criterion.
-
-        Args:
-            numbers: Numbers of the assessment's tree.
-            name: Name of the criterion.
-        """
+        """Show a criterion."""
         quantity = numbers.criterion(name)
         data = numbers.node("criteria").sel(criterion=name)
         self.words.value = _words(quantity, data, self.head, proxy_of(numbers))
@@ -81,11 +76,7 @@ class Evidence(ipywidgets.VBox):
 
 
 def picture_of(numbers: Numbers, name: str) -> tuple[tuple[str, str], Callable[[], Any]]:
-    """Return the figure of the data that support a criterion, or of the criteria of its failure mode if there is none.
-
-    Returns:
-        Part and title, which identify the figure, and a function that draws it for bokeh.
-    """
+    """Return the figure of the data that support a criterion, or of the criteria of its mode if there is none."""
     criteria = numbers.node("criteria")
     one = criteria.sel(criterion=name)
     part, variable = str(one["path"].values).strip("/"), str(one["variable"].values)

@@ -31,9 +31,6 @@ class ReportPage(anywidget.AnyWidget):
 
     The notebook file does not contain it: the page requests text and figures from the kernel when it is displayed.
 
-    Args:
-        lock: Held while figures are drawn; pass the lock that the widget's callbacks hold.
-
     Attributes:
         marked: Anchor of the marked row; empty if there is none. Set it to scroll to a row and mark it.
     """
@@ -51,11 +48,7 @@ class ReportPage(anywidget.AnyWidget):
         self.on_msg(self._receive)
 
     def tell(self, tree: xr.DataTree) -> None:
-        """Show the report of a tree.
-
-        Raises:
-            SchemaError: If the tree is of another kind, or lacks a number of its report; the page is then unchanged.
-        """
+        """Show the report of a tree."""
         document = document_of(tree)
         text = html(_framed(document), tree)
         with self.lock:

@@ -38,17 +38,7 @@ class Measured(NamedTuple):
 
 
 def measure(choice: Choice, settings: dict[str, Any], model: EdgeModel, check: Callable[[], None]) -> Measured:
-    """Build or open the chosen model, and measure the features of the risk model.
-
-    Args:
-        choice: Model and task.
-        settings: Settings of the plan.
-        model: Risk model.
-        check: Called at every evaluation of the loss; its exceptions end the measurement.
-
-    Raises:
-        WorkbenchError: If there is no such checkpoint, the task does not fit, or the model cannot be analyzed.
-    """
+    """Build or open the chosen model, and measure the features of the risk model."""
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         check()

@@ -55,15 +55,7 @@ ZOO, CHECKPOINT, GIVEN = "zoo", "checkpoint", "given"
 
 @dataclass(frozen=True)
 class Choice:
-    """The values of the controls at one moment, for a thread that must not read the controls.
-
-    Attributes:
-        source: A configuration of the zoo, a path or hub name, or a model.
-        task: Name of a task, or a task.
-        length: Tokens per example.
-        batch_size: Examples per batch.
-        seed: Seed of the task; the seed of the parameters is in the configuration.
-    """
+    """The values of the controls at one moment, for a thread that must not read the controls."""
 
     source: zoo.ArchitectureConfig | str | nn.Module | Subject
     task: str | Task
@@ -79,11 +71,7 @@ class Choice:
         return self.source if isinstance(self.source, str) else _name_of(self.source)
 
     def make(self) -> tuple[nn.Module | Subject, Task, str]:
-        """Return the model, its task, and its name in tables.
-
-        Raises:
-            WorkbenchError: If there is no such checkpoint, or the task does not fit the model.
-        """
+        """Return the model, its task, and its name in tables."""
         if isinstance(self.source, zoo.ArchitectureConfig):
             task = self._named_task(_VOCABULARY) if isinstance(self.task, str) else self.task
             return zoo.build(_fitted(self.source, task)), task, self.name
@@ -125,14 +113,6 @@ class ModelChoice:
             checkpoint; or any module. None for a small Pre-LN transformer.
         task: Name of one of the choices, a task, or any data that ``wb.train`` accepts. None for associative recall, or
             for random tokens if the model is not from the zoo.
-
-    Attributes:
-        controls: All controls.
-        of_zoo: The controls of a model of the zoo.
-        shown: Widgets to show, in order.
-
-    Raises:
-        OptionError: If there is no such task, or the model has another type.
     """
 
     def __init__(self, model: Any, task: Any) -> None:
@@ -179,11 +159,7 @@ class ModelChoice:
         self.length.disabled = self.task.value == _DIGITS
 
     def choice(self) -> Choice:
-        """Return the values of the controls.
-
-        Raises:
-            OptionError: If the architecture is invalid, or the path is empty.
-        """
+        """Return the values of the controls."""
         task = self.task.value if self._task is None else self._task
         rest = (task, self.length.value, self.batch_size.value, self.seed.value)
         if self.source.value == ZOO:

@@ -28,13 +28,7 @@ CSS = """
 
 
 class PlanControls:
-    """Controls for the settings of a planned run.
-
-    Attributes:
-        learning_rate, warmup, n_steps, schedule, clip_norm, optimizer: The controls; their ``value`` can be set.
-        controls: All controls.
-        box: The widget, a grid of all controls.
-    """
+    """Controls for the settings of a planned run."""
 
     def __init__(self) -> None:
         wide = {"style": {"description_width": "92px"}, "layout": {"width": "auto"}}

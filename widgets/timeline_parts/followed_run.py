@@ -60,20 +60,7 @@ class _Snapshot:
 
 
 class FollowedRun:
-    """A run, and the new data in its store.
-
-    Args:
-        name: Name of the run.
-        run: A run, or the path of a stored run or a log, which may still be growing and is followed.
-        place: Index of its style.
-
-    Attributes:
-        problem: Why the store is no longer followed; empty if there is no problem.
-
-    Raises:
-        StoreError: If there is no run at the path.
-        SchemaError: If the value is not a run.
-    """
+    """A run, and the new data in its store."""
 
     def __init__(self, name: str, run: xr.DataTree | xr.Dataset | str | os.PathLike[str], place: int) -> None:
         self.name, self.place = name, place
@@ -123,11 +110,7 @@ class FollowedRun:
         return f"{words}, {reached}" if words else reached
 
     def poll(self) -> bool:
-        """Read new rows of the displayed lines from the store, if there are any.
-
-        Returns:
-            Whether displayed data may have changed.
-        """
+        """Read new rows of the displayed lines from the store, if there are any."""
         if self.path is None:
             return False
         stamp = self._stamp_now()
@@ -148,12 +131,7 @@ class FollowedRun:
         return True
 
     def line(self, name: str, reduce: str | None) -> SignalLine | None:
-        """Return a signal; None if the run has no signal of this name.
-
-        Args:
-            name: Name of the signal.
-            reduce: Reduction as in `workbench.studies.signals.read`.
-        """
+        """Return a signal; None if the run has no signal of this name."""
         now = self._now
         if name not in now.entries:
             return None

@@ -55,14 +55,7 @@ _PAGE = """<!DOCTYPE html>
 
 
 def saved_page(canvas: TimelineCanvas, mapped: str, *, summary: str, theme: str) -> str:
-    """Return the page as HTML.
-
-    Args:
-        canvas: The figure; the file also contains hidden runs.
-        mapped: Default signal of the heat maps; empty if no signal has layers.
-        summary: Description of the displayed content in one sentence.
-        theme: Theme of the widget.
-    """
+    """Return the page as HTML."""
     here = Path(__file__)
     script = str(canvas._esm) + "\n" + here.with_name("saved_page.js").read_text()
     return _PAGE.format(

@@ -35,12 +35,7 @@ class AnswerTable(anywidget.AnyWidget):
     is_locked = traitlets.Bool(False).tag(sync=True)
 
     def fill(self, causes: Mapping[str, Any], cures: Mapping[str, str]) -> None:
-        """Show another set of causes and changes, with none chosen.
-
-        Args:
-            causes: Cause -> its title and meaning, as in `workbench.diagnosis.causes`.
-            cures: Cause -> one sentence about the change.
-        """
+        """Show another set of causes and changes, with none chosen."""
         names = [*(name for name in causes if name in cures), NOTHING]
         with self.hold_sync():
             self.causes, self.cure, self.is_locked = [], "", False

@@ -24,9 +24,6 @@ PATIENT = "patient"
 class RecordView(ipywidgets.VBox):
     """The figure of one measurement: a timeline of its signals, or a table of settings.
 
-    Args:
-        theme: Theme of the figures.
-
     Attributes:
         name: Name of the measurement that is shown; empty if there is none.
         timeline: The timeline; None if the measurement has no steps.
@@ -48,13 +45,7 @@ class RecordView(ipywidgets.VBox):
         self._say_values("")
 
     def show(self, name: str, measured: xr.Dataset, record: xr.DataTree) -> None:
-        """Show a measurement.
-
-        Args:
-            name: Name of the measurement.
-            measured: Its values.
-            record: All that was measured of the run.
-        """
+        """Show a measurement."""
         self.name = name
         nothing = "" if any(measured.sizes.values()) else "The measurement is empty: the model has no such part."
         self._title.value = (

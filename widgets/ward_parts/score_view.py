@@ -22,11 +22,7 @@ _SHORT = 32
 
 
 class ScoreView(ipywidgets.VBox):
-    """Tables of a score; empty until a case is finished.
-
-    Attributes:
-        tables: The parts of the score, the board, and the evidence, as HTML.
-    """
+    """Tables of a score; empty until a case is finished."""
 
     def __init__(self) -> None:
         half = {"flex": "1 1 420px", "min_width": "0", "width": "auto"}

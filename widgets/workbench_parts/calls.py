@@ -22,15 +22,7 @@ _REPORTING = frozenset({"wb.profile"})
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """A call of a function.
-
-    Attributes:
-        function: Dotted name in the code, such as ``"wb.profile"``; names without a dot are widgets.
-        args: Positional arguments: values, calls, or dicts of calls.
-        options: Names and values of the keyword arguments.
-        variable: Name of the variable if the result is used more than once.
-        topic: What the call works on, for the progress; empty if it is fast.
-    """
+    """A call of a function."""
 
     function: str
     args: tuple[Any, ...] = ()
@@ -65,14 +57,7 @@ class LibraryCall:
 
 @dataclass(frozen=True)
 class Derived:
-    """A value that is taken from the result of a call, such as ``call["Pre-LN"]``.
-
-    Attributes:
-        base: The call.
-        suffix: Code that follows the code of the call.
-        take: Returns the value.
-        variable: Name of the variable if the value is used more than once.
-    """
+    """A value that is taken from the result of a call, such as ``call["Pre-LN"]``."""
 
     base: LibraryCall | Derived
     suffix: str
@@ -96,12 +81,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class Named:
-    """A dict of calls or values by name.
-
-    Attributes:
-        items: Names and values.
-        variable: Name of the variable.
-    """
+    """A dict of calls or values by name."""
 
     items: tuple[tuple[str, Any], ...]
     variable: str = field(default="found", compare=False)
@@ -127,11 +107,7 @@ Node = LibraryCall | Derived | Named
 
 
 class Missing(Exception):  # noqa: N818  (not an error)
-    """A value that has not been computed yet.
-
-    Attributes:
-        node: Its call.
-    """
+    """A value that has not been computed yet."""
 
     def __init__(self, node: Node) -> None:
         super().__init__()
@@ -159,12 +135,7 @@ class Results:
         return not isinstance(value, Node) or value in self._found or value in self._failed
 
     def known(self, value: Any) -> Any:
-        """Return the result of a call, or the value itself if it is not a call.
-
-        Raises:
-            Missing: If it has not been computed.
-            Exception: If it has failed.
-        """
+        """Return the result of a call, or the value itself if it is not a call."""
         if not isinstance(value, Node):
             return value
         if value in self._failed:
@@ -174,12 +145,7 @@ class Results:
         return self._found[value]
 
     def compute(self, value: Any, tell: Callable[[str], None]) -> None:
-        """Compute a call and those that it depends on, unless their results are available.
-
-        Args:
-            value: The call.
-            tell: Receives the progress; its exceptions end the computation, and are not kept.
-        """
+        """Compute a call and those that it depends on, unless their results are available."""
         if self.has(value):
             return
         for part in value.parts:
@@ -219,14 +185,7 @@ def as_code(value: Any) -> str:
 
 
 def statements(node: Node, names: dict[Any, str], lines: list[str], counts: dict[Any, int]) -> str:
-    """Append the statements that a value needs, and return the code of the value.
-
-    Args:
-        node: The value.
-        names: Values that already have a variable; extended.
-        lines: The statements; extended.
-        counts: How often each value is used, from `count_uses`.
-    """
+    """Append the statements that a value needs, and return the code of the value."""
     if not isinstance(node, Node):
         return as_code(node)
     if node in names:

@@ -20,16 +20,7 @@ _HERE = Path(__file__).parent
 
 
 class SourceList(anywidget.AnyWidget):
-    """Tick boxes in groups, with a filter and a place to drop files.
-
-    Args:
-        take_file: Receives the name and the content of a file.
-        guarded: Wraps the messages of the page, so that errors are shown to the user.
-
-    Attributes:
-        groups: Dicts of ``title``, ``isOpen`` and ``items``, which are dicts of ``name``, ``text``, ``tip``, ``mark``.
-        value: Names of the ticked sources, in the order in which they were ticked.
-    """
+    """Tick boxes in groups, with a filter and a place to drop files."""
 
     _esm = _HERE / "source_list.js"
     _css = _HERE / "source_list.css"
@@ -44,12 +35,7 @@ class SourceList(anywidget.AnyWidget):
         self.on_msg(lambda _, content, buffers: run(content, buffers))
 
     def fill(self, sources: Iterable[Source], folder: str) -> None:
-        """Show these sources.
-
-        Args:
-            sources: The sources.
-            folder: Title of the group of those found in the folder.
-        """
+        """Show these sources."""
         sources = list(sources)
         groups = []
         for title in GROUPS:

@@ -29,12 +29,7 @@ _METADATA = FileKind("the metadata of a store", "choose another store")
 
 
 class FoundSources(NamedTuple):
-    """The sources in a folder.
-
-    Attributes:
-        sources: The sources, by path.
-        is_complete: Whether the whole folder was searched.
-    """
+    """The sources in a folder."""
 
     sources: tuple[Source, ...]
     is_complete: bool
@@ -133,15 +128,7 @@ def mark_of(path: Path, kind: Kind) -> str:
 
 
 def source_of(text: str, folder: Path) -> Source:
-    """Return the source of a path or name: a file or folder, the name of a shipped source, or a name on the hub.
-
-    Args:
-        text: The path, relative to the current folder or to ``folder``, or the name.
-        folder: The folder of the list.
-
-    Raises:
-        StoreError: If the text is empty, or what is at the path is no source.
-    """
+    """Return the source of a path or name: a file or folder, the name of a shipped source, or a name on the hub."""
     text = text.strip()
     if not text:
         raise StoreError("The field is empty; enter a path or a name.")

@@ -34,14 +34,7 @@ class ViewPlan(NamedTuple):
 
 
 def plan_of(view: View, ticked: Sequence[Source], results: Results, theme: str) -> ViewPlan:
-    """Return what a view shows of the ticked sources.
-
-    Args:
-        view: The view.
-        ticked: The ticked sources.
-        results: The available results.
-        theme: Theme of its widget.
-    """
+    """Return what a view shows of the ticked sources."""
     entries: dict[str, Any] = {}
     remarks, waits = [], False
     for source in view.chosen(ticked):
@@ -71,14 +64,7 @@ def plan_of(view: View, ticked: Sequence[Source], results: Results, theme: str) 
 
 
 def compute(view: View, ticked: Sequence[Source], results: Results, tell: Callable[[str], None]) -> None:
-    """Compute what a view needs of the ticked sources; failures are kept in the results.
-
-    Args:
-        view: The view.
-        ticked: The ticked sources.
-        results: The results; extended.
-        tell: Receives the progress; its exceptions end the computation.
-    """
+    """Compute what a view needs of the ticked sources; failures are kept in the results."""
     for source in view.chosen(ticked):
         while True:
             try:
@@ -104,12 +90,7 @@ def made_widget(call: LibraryCall, results: Results) -> Any:
 
 
 class FigureView(WorkbenchWidget):
-    """A figure, as `workbench.widgets.show` displays it.
-
-    Args:
-        figure: The figure.
-        theme: Theme of the widgets.
-    """
+    """A figure, as `workbench.widgets.show` displays it."""
 
     def __init__(self, figure: Any, *, theme: str = "page") -> None:
         super().__init__(theme=theme)

@@ -51,26 +51,7 @@ class Frame:
 
 
 class Room:
-    """All controls: the list of sources on the left, and the views on the right.
-
-    Args:
-        take_file: Receives the name and the content of a dropped file.
-        guarded: Wraps the messages of the page, so that errors are shown to the user.
-        doing: The widget that shows the progress.
-        folder: Folder that is searched, for tooltips.
-
-    Attributes:
-        sources: The list of sources.
-        path: Field for a path or name to open.
-        rescan: Button that searches the folder again.
-        note: Remark on the search.
-        go_on: Button that continues after a stop.
-        tags: Names of the views, which can be switched on and off.
-        side_by_side: Whether the views are placed side by side.
-        code: The lines of Python.
-        frames: The place of each view, by its name.
-        box: The widget.
-    """
+    """All controls: the list of sources on the left, and the views on the right."""
 
     def __init__(
         self, take_file: Callable[[str, bytes], None], guarded: Callable[..., Any], doing: ipywidgets.Box, folder: Path

@@ -54,11 +54,7 @@ class View:
         return fitting if self.most is None else fitting[-self.most :]
 
     def entry(self, source: Source, known: Known) -> Any:
-        """Return what the widget shows of a source, as a call or text; None if the contents of the source do not fit.
-
-        Raises:
-            Missing: If this depends on a result that has not been computed.
-        """
+        """Return what the widget shows of a source, as a call or text; None if its contents do not fit."""
         raise NotImplementedError
 
     def call(self, entries: dict[str, Any], ticked: Sequence[Source]) -> LibraryCall:
@@ -262,22 +258,14 @@ VIEWS: dict[str, View] = {
 
 
 def profile_of(source: Source, known: Known) -> LibraryCall:
-    """Return the call that computes the spectra of a checkpoint or of a small design at initialization.
-
-    Raises:
-        Missing: If the model, whose inputs have to fit, is not open.
-    """
+    """Return the call that computes the spectra of a checkpoint or of a small design at initialization."""
     model = subject_or_model(source)
     inputs = inputs_of(known(model))
     return LibraryCall("wb.profile", (model, inputs), variable=f"spectra_{source.name}", topic=source.name)
 
 
 def inputs_of(model: Any) -> LibraryCall:
-    """Return the call that makes inputs for a model: text if it has a tokenizer, otherwise a task that fits.
-
-    Raises:
-        CheckpointError: If the inputs of the model are unknown.
-    """
+    """Return the call that makes inputs for a model: text if it has a tokenizer, otherwise a task that fits."""
     name = type(model).__name__
     if isinstance(model, Subject):
         try:

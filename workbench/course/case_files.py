@@ -48,11 +48,7 @@ class Truth:
 
 @contextmanager
 def opened() -> Iterator[xr.Dataset]:
-    """Open the file of all cases without reading its records.
-
-    Raises:
-        StoreError: If the file is missing.
-    """
+    """Open the file of all cases without reading its records."""
     import xarray as xr
 
     if not FILE.exists():
@@ -63,12 +59,7 @@ def opened() -> Iterator[xr.Dataset]:
 
 @contextmanager
 def opened_case(level: int, place: int) -> Iterator[xr.Dataset]:
-    """Open one case.
-
-    Args:
-        level: Level of the case.
-        place: Its place among the cases of the level.
-    """
+    """Open one case."""
     with opened() as data:
         yield data.isel(patient=_contents().rows[level][place])
 

@@ -71,14 +71,7 @@ class Outcome:
 
 
 def replay(truth: Truth, run: xr.DataTree, cause: str, on_step: Callable[[], object] = lambda: None) -> Outcome:
-    """Replay a case from its beginning with the change for a cause.
-
-    Args:
-        truth: The case.
-        run: Its complete record.
-        cause: A name in `CURES`.
-        on_step: Called after each step.
-    """
+    """Replay a case from its beginning with the change for a cause."""
     case, record = truth.case, read_record(run)
     made = build(case)
     failure = find_failure(record)

@@ -21,14 +21,6 @@ class Exercise(ABC):
     """One exercise of a lesson. Each subclass is for one kind of answer.
 
     Nothing is computed before an answer is judged, so that lessons load fast.
-
-    Args:
-        number: Lesson and place in it, such as "2.3".
-        question: One or two sentences in Markdown.
-        answer: Computes the right answer from data or a model.
-        hints: Sentences, from a vague one to a clear one.
-        solution: Python code that runs after the code cells of the lesson and ends with the name ``answer``.
-        explanation: What the right answer means, shown with it.
     """
 
     number: str
@@ -42,11 +34,7 @@ class Exercise(ABC):
     wanted: ClassVar[str]
 
     def judge(self, answer: object) -> str:
-        """Return an empty text if an answer is right, otherwise what is wrong with it and what to look at.
-
-        Args:
-            answer: Anything; an answer of a wrong type is explained as well.
-        """
+        """Return an empty text if an answer is right, otherwise what is wrong with it and what to look at."""
         if self.is_missing(answer):
             return f"Replace the three dots by {self.wanted}, and run the cell again."
         return self._judge(answer)
@@ -147,10 +135,6 @@ class RangeExercise(Exercise):
     """An exercise whose answer is any number within a range.
 
     `answer` returns the smallest and the largest right number.
-
-    Args:
-        too_small: Number below the range -> a sentence about it.
-        too_large: Number above the range -> a sentence about it.
     """
 
     too_small: Callable[[float], str]
@@ -168,11 +152,7 @@ class RangeExercise(Exercise):
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceExercise(Exercise):
-    """An exercise whose answer is one of several choices.
-
-    Args:
-        choices: Choice -> why it is wrong; the sentence of the right one is not used.
-    """
+    """An exercise whose answer is one of several choices."""
 
     choices: Mapping[str, str]
 
@@ -188,11 +168,7 @@ class ChoiceExercise(Exercise):
 
 @dataclass(frozen=True, kw_only=True)
 class SetExercise(Exercise):
-    """An exercise whose answer is the set of those names that fulfill a condition.
-
-    Args:
-        members: Name -> why it belongs or does not belong to the set, which is shown if it is missing or too many.
-    """
+    """An exercise whose answer is the set of those names that fulfill a condition."""
 
     members: Mapping[str, str]
 
@@ -220,11 +196,6 @@ class FunctionExercise(Exercise):
     """An exercise whose answer is a function that the learner writes; it is run on hidden cases.
 
     `answer` returns the function that is right.
-
-    Args:
-        cases: Computes the hidden cases, each a tuple of arguments.
-        mistakes: Sentence that explains a mistake -> the function that somebody writes who makes it.
-        tolerance: Relative difference up to which two numbers are the same.
     """
 
     cases: Callable[[], Iterable[tuple[Any, ...]]]

@@ -105,15 +105,7 @@ def solution(number: object) -> Note:
 
 @dataclass(frozen=True)
 class Feedback:
-    """What `check` says about an answer.
-
-    Attributes:
-        number: The exercise.
-        is_right: Whether the answer is right.
-        message: What is wrong with the answer and what to look at; for a right answer what it means.
-        heading: The verdict in a few words.
-        color: Color of the verdict in a notebook.
-    """
+    """What `check` says about an answer."""
 
     number: str
     is_right: bool
@@ -158,11 +150,7 @@ def exercises_of(lesson: int) -> tuple[Exercise, ...]:
 
 
 def find(number: object) -> Exercise:
-    """Return the exercise of a number.
-
-    Raises:
-        OptionError: If there is none; `expected` lists the numbers.
-    """
+    """Return the exercise of a number."""
     every = {exercise.number: exercise for lesson in lessons() for exercise in exercises_of(lesson)}
     # A learner may well write the number without quotation marks.
     exercise = every.get(str(number).strip())

@@ -59,11 +59,7 @@ def rounded_bits(values: np.ndarray, n_bits: int) -> np.ndarray:
 
 
 def pack(runs: Sequence[xr.DataTree]) -> xr.Dataset:
-    """Return runs as one dataset; the inverse is `unpack`.
-
-    Args:
-        runs: Complete runs, such as from `workbench.open_run`.
-    """
+    """Return runs as one dataset; the inverse is `unpack`."""
     import xarray as xr
 
     columns: dict[str, Any] = {}
@@ -193,11 +189,7 @@ def _values(packed: xr.Dataset, part: str, name: str, n_rows: int) -> tuple[tupl
 
 
 def events_of(loss: xr.Dataset) -> xr.Dataset:
-    """Return the events of one run, which are its divergence or its end.
-
-    Args:
-        loss: The loss by ``step``, with the attribute ``diverged_at``, -1 if the run did not diverge.
-    """
+    """Return the events of one run, which are its divergence or its end."""
     import xarray as xr
 
     at, last = int(loss.attrs["diverged_at"]), int(loss["step"].values.max())

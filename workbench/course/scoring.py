@@ -105,14 +105,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Points:
-    """The points of an answer, without sentences.
-
-    Attributes:
-        causes, cure, budget: Points of the three parts.
-        overlap: Named causes that are right, over all that are named or right.
-        recovered: As in `Score`.
-        does_cure_work: As in `Score`.
-    """
+    """The points of an answer, without sentences."""
 
     causes: float
     cure: float

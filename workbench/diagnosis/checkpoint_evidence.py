@@ -49,9 +49,6 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
 
     Recognized are those of `workbench.train` (``step-00000500``) and of Hugging Face's Trainer (``checkpoint-500``),
     and a folder with one weights file.
-
-    Raises:
-        CheckpointError: If the folder holds no checkpoint.
     """
     folder = Path(folder)
     found = list_checkpoints(folder)
@@ -72,9 +69,6 @@ def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> di
     Args:
         run: Path of the run, next to which the checkpoints are searched, or a tree.
         folder: Folder of the checkpoints; None to search next to the run.
-
-    Raises:
-        CheckpointError: If a folder was given and holds no checkpoint.
     """
     with CHECKPOINT.reading(folder or str(run)):
         if folder is not None:
@@ -98,9 +92,6 @@ def measure_weights(
 
     Returns:
         The norms; None if the names of the tensors contain no numbered blocks.
-
-    Raises:
-        CheckpointError: If the weights do not fit the model or configuration, or cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -278,13 +278,7 @@ class Replay:
         *,
         at_end: Callable[[nn.Module], object] = lambda _: None,
     ) -> np.ndarray:
-        """Return the loss of each replayed step; NaN from the step at which it diverged.
-
-        Args:
-            change: The change as plain values; empty for an unchanged replay.
-            on_step: Called after each step.
-            at_end: Receives the trained model, before the hooks of the change are removed.
-        """
+        """Return the loss of each replayed step; NaN from the step at which it diverged."""
         model = copy.deepcopy(self.model)
         setting = str(change.get("setting", ""))
         plan = dict(self.plan)
@@ -459,14 +453,7 @@ def _verdict(
 
 
 def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules) -> None:
-    """Update the causes of a diagnosis by the outcome of one replay, in place.
-
-    Args:
-        tree: Tree from `workbench.diagnose`.
-        change: Cause that the replay was for.
-        supports: Whether the replay supported that cause.
-        rules: Rules of the diagnosis, with the frequencies of outcomes in recorded replays.
-    """
+    """Update the causes of a diagnosis by the outcome of one replay, in place."""
     import xarray as xr
 
     causes = tree["causes"].to_dataset()

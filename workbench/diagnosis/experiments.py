@@ -67,16 +67,7 @@ def propose(
     rules: Rules,
     checkpoints: Mapping[int, Path],
 ) -> list[Experiment]:
-    """Propose deciding experiments, in order of information per cost.
-
-    Args:
-        record: Record of the run.
-        failure: Failure of the run.
-        probability: Probability of each cause.
-        layers: Block at fault by cause; -1 for no specific block.
-        rules: Rules with the frequencies of outcomes in replays of recorded runs.
-        checkpoints: Checkpoints by step.
-    """
+    """Propose deciding experiments, in order of information per cost."""
     n_all = int(record.steps[-1] - record.steps[0]) + 1
     found = []
     for cause, p in probability.items():

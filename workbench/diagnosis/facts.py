@@ -107,10 +107,6 @@ def settle(probability: Mapping[str, float], facts: Sequence[RunFact]) -> dict[s
     """Return the probabilities of the causes given the facts, which no symptom can contradict.
 
     Established causes come first, in the order of their first steps, and excluded ones have probability 0.
-
-    Args:
-        probability: Probability of each cause by its symptoms, in decreasing order.
-        facts: Facts from `read_facts`.
     """
     established = list(dict.fromkeys(fact.cause for fact in facts if fact.is_for))
     excluded = {fact.cause for fact in facts if not fact.is_for} | ({"nothing"} if established else set())

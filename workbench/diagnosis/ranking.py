@@ -255,15 +255,7 @@ class Rules:
 
 
 def smallest_in_sets(scores: Iterable[float]) -> float:
-    """Return the smallest score with which a cause is in a set.
-
-    Args:
-        scores: Probability of the actual cause of each run of that cause, under rules fitted without its family.
-
-    Returns:
-        The score of rank floor((1 - 0.9)(n + 1)) from below. If there are too few runs for that rank, 0, so that the
-        cause is in every set.
-    """
+    """Return the smallest score with which a cause is in a set."""
     ranked = np.sort(np.array(list(scores), dtype=float))
     rank = math.floor((1 - COVERAGE) * (len(ranked) + 1) + 1e-9)
     return float(ranked[rank - 1]) if rank >= 1 else 0.0

@@ -21,11 +21,7 @@ _REMEMBERED = 1024
 
 
 def labels_of_probe(record: Record) -> dict[str, str]:
-    """Return what the labels among the stored inputs of a model that shifts them itself decide.
-
-    Returns:
-        Name of a fault of `UNSEEN` -> the sentence that states it, empty if the labels exclude it; absent if unknown.
-    """
+    """Return what the labels among the stored inputs of a model that shifts them itself decide."""
     found: dict[str, str] = {}
     name, config = str(record.setting("model", "name")), record.setting("model", "config", default={})
     ids, labels, mask = (record.probe.get(each) for each in ("input_ids", "labels", "attention_mask"))

@@ -72,11 +72,7 @@ def routing_margin(logits: Tensor, choices: Tensor) -> Tensor:
 
 
 class FlowCalls(BlockCalls):
-    """`BlockCalls` that also measures the sharpness of attention.
-
-    Attributes:
-        sharpness: Sharpness of the blocks whose attention was observed, by the id of their notes.
-    """
+    """`BlockCalls` that also measures the sharpness of attention."""
 
     def __init__(self) -> None:
         super().__init__()

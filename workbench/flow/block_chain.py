@@ -35,20 +35,9 @@ def chain_sizes(
     The model runs in eval mode with the outputs of all blocks detached from the graph. The gradient is then propagated
     back block by block, and each block must pass it only to the output of the previous block.
 
-    Args:
-        model: The model, which is not changed.
-        batch: Inputs of one batch.
-        targets: As for `workbench.flow.measure`.
-        loss: As for `workbench.flow.measure`.
-
     Returns:
         Root mean squares and gradient norms, both of shape (block,), float64. If the loss has no gradient, as with an
         output head of zeros, the gradient is that of the last block's output along a random direction.
-
-    Raises:
-        AnatomyError: If no container has blocks that run once each, in order, with outputs of one shape; or if outputs
-            bypass a block.
-        SnapshotError: If there is no gradient.
     """
     blocks = _blocks_of(model, batch)
     cuts: list[tuple[Tensor, Tensor]] = []

@@ -78,14 +78,7 @@ class _PartialSum:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """One addition to the residual stream.
-
-    Attributes:
-        name: Path within the block of the module that computed the branch; empty if unknown.
-        before: Stream before the addition, after any normalization of the stream itself.
-        branch_rms: Root mean square of the branch.
-        stream_rms: Root mean square of the stream to which the branch is added, including any scaling.
-    """
+    """One addition to the residual stream."""
 
     name: str
     before: StreamState
@@ -280,11 +273,7 @@ class BranchReader(TorchFunctionMode):
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Shorten each path to the shortest prefix that distinguishes it from the others and does not end in an index.
-
-    Args:
-        names: Paths of modules within a block; empty ones become "branch".
-    """
+    """Shorten each path to the shortest prefix that distinguishes it from the others and does not end in an index."""
     split = [name.split(".") for name in names]
     short = []
     for i, path in enumerate(split):

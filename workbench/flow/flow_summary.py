@@ -124,11 +124,7 @@ def summarize(flow: xr.Dataset) -> xr.Dataset:
 
 
 def check_flow(flow: xr.Dataset) -> None:
-    """Check whether a dataset is a flow.
-
-    Raises:
-        SchemaError: If a variable is missing or has other dimensions.
-    """
+    """Check whether a dataset is a flow."""
     if missing := [name for name in FLOW if name not in flow]:
         raise SchemaError(f"The dataset is no flow: it lacks {', '.join(missing)}; create one with wb.flow.measure().")
     for name, rule in FLOW.items():

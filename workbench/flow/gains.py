@@ -57,24 +57,12 @@ class FlowPass:
 
     The model runs in eval mode. Gradients of parameters are not computed, and the model is not changed.
 
-    Args:
-        model: Module to run.
-        anatomy: Anatomy of its blocks.
-        batch: Batch as `call_model` takes it.
-        targets: Targets as for `end_of`.
-        loss: Loss as for `end_of`.
-        routers: Map from layer to router.
-        seed: Seed as for `end_of`.
-
     Attributes:
         blocks: Records, one per layer.
         cotangent: Description of the quantity that is differentiated. If the loss has no gradient, as with an output
             head of zeros, it is the output of the last block along a random direction.
         n_tokens: Number of token states that are measured at each boundary.
         failure: Reason why there are no gradients; empty if there are.
-
-    Raises:
-        SnapshotError: If the inputs do not reach a block, or the output has no gradient.
     """
 
     def __init__(

@@ -24,9 +24,6 @@ def end_of(output: Any, inputs: Any, targets: Any, loss: Loss | None, *, seed: i
         targets: Targets of the loss; None for the next tokens, if the model returns logits of its tokens.
         loss: Function from logits and targets to a 0-dim tensor; None for `token_loss`.
         seed: Seed of the random direction that is used if there are no targets.
-
-    Raises:
-        SnapshotError: If the output contains no tensor with a gradient, or the targets do not fit it.
     """
     result = _result_in(output)
     if result is None:

@@ -59,9 +59,6 @@ class Jacobian:
     Args:
         function: Function from a state to a state with the same number of entries.
         point: State at which the function is differentiated.
-
-    Raises:
-        SnapshotError: If the function returns another number of entries.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], point: Tensor) -> None:
@@ -178,13 +175,6 @@ class SequenceJacobians:
 
     The Jacobian of a block maps all states of the sequence that enter to all that leave, so it includes the effects of
     attention between tokens. A block is called with the same other arguments as in the model.
-
-    Args:
-        model: Module to differentiate.
-        anatomy: Anatomy of its blocks.
-        sequence: Sequence as `call_model` takes it.
-        exact_up_to: Limit as for `singular_values`.
-        seed: Seed as for `singular_values`.
 
     Attributes:
         blocks: Singular values, one entry per layer.

@@ -24,10 +24,6 @@ def eps_fractions(model: nn.Module, inputs: Any) -> np.ndarray:
     mean, otherwise their mean square. The median over tokens is returned. Near 0 the normalization is effective; near 1
     its output is proportional to its input.
 
-    Args:
-        model: The model, which is not changed.
-        inputs: Inputs as for `workbench.profile`.
-
     Returns:
         Array of shape (call,) in the order of the calls, float64; NaN where the states of a call are not finite. Empty
         if no module is a normalization over the last axis with a known eps.

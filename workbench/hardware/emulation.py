@@ -66,21 +66,11 @@ class Finding:
 class Emulation:
     """A model, micro-batches for it, and the plan that is emulated.
 
-    Args:
-        model: Any module; every emulation works on a separate copy.
-        batches: Inputs and targets, on the device of the model.
-        plan: The plan.
-        loss: Function of logits and targets.
-        seed: Seed of all random draws.
-
     Attributes:
         rows: Examples in a micro-batch: as in the plan, or fewer if there are too few examples.
         micro_batches: The batches split into micro-batches, at most 32.
         known: Findings that several hazards share.
         measured: Other measurements that several hazards share, by name.
-
-    Raises:
-        OptionError: If the batches contain fewer than two examples.
     """
 
     def __init__(

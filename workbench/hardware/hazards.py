@@ -143,9 +143,6 @@ def split_matrices(model: nn.Module, blocks: Iterable[str], width: int, n: int, 
         width: Width of the residual stream.
         n: Number of devices.
         dtype: Format of the communicated values.
-
-    Returns:
-        Paths of the split matrices, which have at least ``n`` inputs or outputs.
     """
     fault = LowPrecisionReduction(n_ranks=n, dtype=dtype)
     found = []
@@ -222,13 +219,6 @@ def _error_of_passes(emulation: Emulation, changed: WorkingCopy, run: Pass, *, w
 
     The error for the plan's batch has a part that is common to all micro-batches, and a part that averages out over
     them; both are estimated from the measured micro-batches.
-
-    Args:
-        emulation: The emulation.
-        changed: The changed copy.
-        run: Function that computes its gradients.
-        what: Beginning of the sentence about the result.
-        how: Beginning of the sentence about the method.
     """
     unchanged, batches = emulation.copy(), emulation.micro_batches[:_N_BATCHES]
     layout = emulation.layout_of(unchanged, n_shares=2 * len(batches))
@@ -349,15 +339,7 @@ def late_gradients(emulation: Emulation) -> Finding:
 
 
 def _edge(decreases: Callable[[float], bool], start: float) -> float:
-    """Return the largest exponent of 2, relative to the plan's rate, that decreases the loss; to a quarter octave.
-
-    Args:
-        decreases: Function that returns whether the rate of an exponent decreases the loss.
-        start: First exponent; the steps from there double until the edge is passed.
-
-    Returns:
-        The exponent; minus infinity if no rate tried decreases the loss, infinity if all do.
-    """
+    """Return the largest exponent of 2, relative to the plan's rate, that decreases the loss; to a quarter octave."""
     is_upward = decreases(start)
     low, high, step = start, start, 1.0
     while True:
@@ -459,21 +441,7 @@ _RATE = (
 
 @dataclass(frozen=True)
 class Hazard:
-    """A setting of a plan that may cause numerical errors.
-
-    Attributes:
-        id: Name of the hazard.
-        title: Title in tables and figures.
-        setting: Key of the plan that causes it.
-        applies: Function that returns whether the hazard applies to a plan.
-        measure: Function that measures the effect in an emulation.
-        unit: Unit of the effect.
-        healthy_limit: Effects above it are at risk.
-        failing_limit: Effects above it are failing.
-        reason: Reason of these limits.
-        remedy_setting: Key of the plan to change.
-        remedy_value: Proposed value of that key.
-    """
+    """A setting of a plan that may cause numerical errors."""
 
     id: str
     title: str

@@ -85,11 +85,7 @@ def lost_updates(emulation: Emulation) -> Finding:
 
 
 def updating(emulation: Emulation, copy: WorkingCopy, factor: float = 1.0) -> torch.optim.Optimizer:
-    """Create the plan's optimizer for a copy, at a multiple of its peak learning rate.
-
-    Raises:
-        NotMeasured: If it needs several gradients for an update, which the emulations do not support.
-    """
+    """Create the plan's optimizer for a copy, at a multiple of its peak learning rate."""
     optimizer = emulation.training.optimizer_for(copy.model)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise NotMeasured(f"{type(optimizer).__name__} needs several gradients for an update")

@@ -28,14 +28,7 @@ OPTIMIZERS = tuple(
 
 
 class _InvalidValueError(ValueError):
-    """A value of a key that is not allowed.
-
-    Args:
-        expected: As in `OptionError`.
-        remedy: As in `OptionError.of`.
-        name: The key; empty if it is the key that is being validated.
-        value: Its value.
-    """
+    """A value of a key that is not allowed."""
 
     def __init__(
         self, expected: str | tuple[str, ...], *, remedy: str = "", name: str = "", value: object = None
@@ -103,11 +96,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class PlanSection(BaseModel):
-    """A section of a plan: keys with their values, None if not given.
-
-    Raises:
-        OptionError: If a value is invalid; the message states the key, and the nearest possible value if there is one.
-    """
+    """A section of a plan: keys with their values, None if not given."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
     title: ClassVar[str]
@@ -271,11 +260,7 @@ SECTIONS: dict[str, type[PlanSection]] = {
 
 
 def read_section(title: str, keys: Any) -> PlanSection:
-    """Create a section from its keys.
-
-    Raises:
-        OptionError: If it is not a table, or a key is unknown or has an invalid value.
-    """
+    """Create a section from its keys."""
     cls = SECTIONS[title]
     if not isinstance(keys, Mapping):
         raise OptionError.of(title, keys, "a section with keys")
@@ -290,12 +275,7 @@ def read_section(title: str, keys: Any) -> PlanSection:
 
 
 def unknown_key(name: str, title: str) -> OptionError:
-    """Create the exception for an unknown key, which states the section of that key or the nearest key.
-
-    Args:
-        name: The key.
-        title: Section in which it was found; empty outside of a section.
-    """
+    """Create the exception for an unknown key, which states the section of that key or the nearest key."""
     for other, cls in SECTIONS.items():
         if other != title and name in cls.model_fields and cls is not TaskSection:
             problem = f"[{title}] has no key '{name}'" if title else f"The key '{name}' is outside of a section"

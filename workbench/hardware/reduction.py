@@ -225,9 +225,6 @@ def error_of_sum(
         add: Function that computes the sum.
         what: Beginning of the sentence about the result; also part of the seed of the draws.
         n_sums: Number of such sums, one for each rank, of which the mean is used; their independent errors average out.
-
-    Raises:
-        NotMeasured: If there is only one term.
     """
     if n_terms < 2:
         raise NotMeasured("there is one term, so nothing is added")

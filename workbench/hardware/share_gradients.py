@@ -33,17 +33,7 @@ class NotMeasured(Exception):  # noqa: N818  (a result that the caller handles, 
 
 
 class WorkingCopy:
-    """A float32 copy of a model, in eval mode, for gradients and updates; the model itself is not changed.
-
-    Args:
-        model: Any module.
-        loss: Function of logits and targets.
-
-    Attributes:
-        model: The copy.
-        names: Names of its trainable parameters.
-        parameters: The trainable parameters.
-    """
+    """A float32 copy of a model, in eval mode, for gradients and updates; the model itself is not changed."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.model = copy.deepcopy(unwrap(model)).float().eval()
@@ -62,9 +52,6 @@ class WorkingCopy:
             batch: Inputs and targets.
             autocast: Format of autocast in the forward pass; None uses that of the parameters.
             scale: Factor of the loss before the backward pass.
-
-        Raises:
-            NotMeasured: If the model has no gradient in eval mode, or not in this format.
         """
         inputs, targets = batch
         device = next((parameter.device.type for parameter in self.parameters), "cpu")
@@ -221,9 +208,6 @@ class ShareGradients:
         row_variance: Trace of the covariance of the gradient of one example.
         squared_norm: Squared norm of the expected gradient, without the contribution of the sampling noise; at least 0.
         mean_share: Factor that corrects the length of the measured mean for the sampling noise; 0 if it is only noise.
-
-    Raises:
-        SnapshotError: If a gradient is not finite.
     """
 
     def __init__(self, gradients: Tensor, rows: int, layout: GradientLayout) -> None:

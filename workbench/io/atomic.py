@@ -32,17 +32,7 @@ _JSON = FileKind("a file that write_json wrote", "choose another path")
 
 @checked
 def check_free(path: str | os.PathLike[str], *, overwrite: bool, keys: Any = None) -> None:
-    """Raise if a path exists and must not be overwritten.
-
-    Args:
-        path: The path.
-        overwrite: Whether to replace what the workbench wrote there; anything else is never replaced.
-        keys: Keys of the object in a JSON file, which identify it.
-
-    Raises:
-        OptionError: If ``overwrite`` is not a boolean, or the path is no path.
-        StoreError: If the path exists and ``overwrite`` is False, or the workbench did not write what is there.
-    """
+    """Raise if a path exists and must not be overwritten."""
     path = as_path(path)
     parent = next((each for each in path.absolute().parents if os.path.exists(each)), Path("/"))
     if not os.access(parent, os.W_OK):
@@ -65,11 +55,7 @@ def check_free(path: str | os.PathLike[str], *, overwrite: bool, keys: Any = Non
 
 
 def write_json(content: Any, path: Path | str, *, overwrite: bool = False) -> Path:
-    """Write a JSON file and return its path.
-
-    Raises:
-        StoreError: If the path exists and ``overwrite`` is False or it has other keys, or it cannot be written.
-    """
+    """Write a JSON file and return its path."""
     check_free(path, overwrite=overwrite, keys=content)
     with replacing(Path(path)) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -82,9 +68,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
     It is moved to ``path`` if the block ends without an error, and removed otherwise; an existing file or folder at
     ``path`` is kept until then, and replaced in one step. Its permissions are kept, and a link is followed.
-
-    Raises:
-        StoreError: If the disk is full, or the path cannot be written.
     """
     place = as_path(path)
     try:

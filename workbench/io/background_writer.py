@@ -57,10 +57,6 @@ class BackgroundWriter:
         seconds_per_block: Write waiting rows after at most this many seconds.
         max_bytes: Largest size of the rows that wait in memory, excluding the block that is being written; rows of half
             this size are written as a block.
-
-    Raises:
-        OptionError: If a bound is not positive.
-        StoreError: If the events in the store have other variables.
     """
 
     def __init__(
@@ -116,12 +112,7 @@ class BackgroundWriter:
         return None if layout is None else frozenset(map(str, layout.variables))
 
     def declare(self, part: Part) -> None:
-        """Declare the variables of a part before its first row is added.
-
-        Raises:
-            StoreError: If the part was declared already, or the store has it with other variables, dimensions, kinds
-                or coordinates; nothing is written then.
-        """
+        """Declare the variables of a part before its first row is added."""
         if part.name in self._parts:
             raise StoreError(f"Part '{part.name}' exists already; declare each part once, before its first row.")
         if not self._is_open():
@@ -141,10 +132,6 @@ class BackgroundWriter:
             step: Updates before the row; larger than that of the last row of the part.
             values: Value of each variable, without the dimension of the steps. Missing floating-point variables are
                 NaN.
-
-        Raises:
-            StoreError: If the values do not match the declaration, or the writer is closed. Write errors are not
-                raised.
         """
         if not self._is_open():
             return
@@ -161,9 +148,6 @@ class BackgroundWriter:
         Args:
             part: Name of the part; it must not be declared.
             dataset: Dataset with a dimension ``step`` of size one; the same variables and sizes every time.
-
-        Raises:
-            StoreError: If the dataset does not have exactly one step, or differs in layout from the part.
         """
         if not self._is_open():
             return
@@ -219,9 +203,6 @@ class BackgroundWriter:
 
     def close(self, **attrs: Any) -> bool:
         """Write the waiting rows and close the writer.
-
-        Args:
-            **attrs: Attributes of the run to set at the same time.
 
         Returns:
             Whether all rows are on disk. If not, a warning reports how many are lost.

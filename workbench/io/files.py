@@ -43,11 +43,7 @@ class FileKind:
     most_bytes: int = 1 << 28
 
     def check(self, path: str | os.PathLike[str]) -> Path:
-        """Return the path of a regular file that this user may read; a pipe or device is never opened.
-
-        Raises:
-            WorkbenchError: If it is none, or too large.
-        """
+        """Return the path of a regular file that this user may read; a pipe or device is never opened."""
         path = as_path(path, self.name or "path")
         with self.reading(path):
             status = path.stat()
@@ -92,11 +88,7 @@ class FileKind:
 
     @contextmanager
     def reading(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Convert the errors of code that reads a file, or takes its content apart, to the one of this kind.
-
-        Raises:
-            WorkbenchError: Names the file and the reason.
-        """
+        """Convert the errors of code that reads a file, or takes its content apart, to the one of this kind."""
         try:
             yield
         except WorkbenchError:
@@ -127,11 +119,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def as_path(path: Any, name: str = "path") -> Path:
-    """Return an argument as a path.
-
-    Raises:
-        OptionError: If it is no path, or holds a null character.
-    """
+    """Return an argument as a path."""
     if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str) or "\0" in text:
         raise OptionError.of(name, path, "a path")
     return Path(path)

@@ -167,12 +167,7 @@ def _texts_in(names: tuple[str, ...]) -> tuple[list[str], str, str, str]:
 
 
 def read_rows(file: Path, rows: LogRows, label: str = "", *, most: int = _MOST_TEXT) -> None:
-    """Append the rows of a file of any kind, of its first ``most`` letters.
-
-    Raises:
-        StoreError: If the file cannot be read, is not text, or has more columns or text than a log has.
-        MissingPackageError: If it is a TensorBoard log and the package is not installed.
-    """
+    """Append the rows of a file of any kind, of its first ``most`` letters."""
     with LOG.reading(file):
         if EVENT_FILE in LOG.check(file).name:
             return _read_events(file, rows, label)

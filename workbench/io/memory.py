@@ -18,11 +18,7 @@ _LARGE = 2**23
 
 
 def free_memory(device: torch.device | str = "cpu") -> int:
-    """Return the memory available to this process on a device, in bytes, within the limits of a container.
-
-    Args:
-        device: Device; the memory of the host is returned for devices other than CUDA.
-    """
+    """Return the memory available to this process on a device, in bytes, within the limits of a container."""
     if torch.device(device).type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch keeps freed memory
         return int(torch.cuda.mem_get_info(device)[0]) + unused

@@ -32,11 +32,6 @@ class Progress:
         done: Participle for completed units, such as "profiled".
         unit: Name of a unit, such as "layer"; "%" for parts of unequal length, see `begin`.
         total: Number of units, or total length of all parts; None if unknown.
-
-    Attributes:
-        n: Completed units.
-        total: As above; may be changed.
-        heading: Prefix of the descriptions.
     """
 
     def __init__(
@@ -81,12 +76,7 @@ class Progress:
             self._report(self._words)
 
     def begin(self, part: str, length: float) -> None:
-        """End the current part and begin the next one.
-
-        Args:
-            part: Description of the part.
-            length: Length of the part, in units of the total.
-        """
+        """End the current part and begin the next one."""
         self._part_begun += self._part_length
         self.n, self._part, self._part_length = self._part_begun, part, length
         self.describe(part)

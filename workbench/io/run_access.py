@@ -20,15 +20,7 @@ def named_runs(
     *,
     needs_spectra: bool = True,
 ) -> dict[str, xr.DataTree]:
-    """Return runs by name; runs without names are named after their subjects.
-
-    Args:
-        runs: One run, or several by name or in a list.
-        needs_spectra: Raise if a run has no spectra.
-
-    Raises:
-        SchemaError: If there are no runs, or one of them is not a run.
-    """
+    """Return runs by name; runs without names are named after their subjects."""
     import xarray as xr
 
     if isinstance(runs, xr.DataTree | xr.Dataset):
@@ -64,20 +56,7 @@ def spectra_of(run: xr.DataTree) -> xr.Dataset:
 
 
 def at_step(spectra: xr.Dataset, at: int | str, *, name: str) -> xr.Dataset:
-    """Return the spectra at one step.
-
-    Args:
-        spectra: With or without the dimension ``step``.
-        at: ``"first"``, ``"last"``, or a number, which selects the latest recorded step up to it.
-        name: Name of the run, for error messages.
-
-    Returns:
-        The spectra without the dimension. The scalar coordinate ``step`` holds the step if it is known.
-
-    Raises:
-        SchemaError: If the spectra have another such dimension, such as ``run``.
-        OptionError: If there is no such step.
-    """
+    """Return the spectra at one step."""
     others = [dim for dim in spectra["eigenvalue"].dims if dim in CONCAT_DIMS and dim != "step"]
     if others:
         raise SchemaError(

@@ -25,12 +25,6 @@ class RunLock:
 
     The folder itself is locked, so that no file is added to the store. Where the system cannot lock folders, as on
     Windows and on some network drives, there is no lock.
-
-    Args:
-        store: Path of the store.
-
-    Raises:
-        StoreError: If it is being written already.
     """
 
     def __init__(self, store: Path) -> None:
@@ -79,11 +73,7 @@ def has_writer(store: Path) -> bool | None:
 
 
 def _locked(store: Path, *, is_shared: bool) -> int | None:
-    """Return a descriptor of a folder that is locked; None if folders cannot be locked.
-
-    Raises:
-        BlockingIOError: If another one has locked it.
-    """
+    """Return a descriptor of a folder that is locked; None if folders cannot be locked."""
     try:
         import fcntl
 

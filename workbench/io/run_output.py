@@ -178,12 +178,7 @@ _RESERVED, _LONGEST = frozenset(("step", "event", "layer", "head", "term", "modu
 
 
 def stored_names(names: Iterable[str], stored: Collection[str] = ()) -> dict[str, str]:
-    """Return a name for each metric: its own, or one without characters of paths that no other metric has.
-
-    Args:
-        names: Names of metrics.
-        stored: Names in the store that is continued.
-    """
+    """Return a name for each metric: its own, or one without characters of paths that no other metric has."""
     names = list(names)
     own = {n for n in names if _FREE.fullmatch(n) and len(n.encode()) <= _LONGEST and n not in _RESERVED}
     plain = {name: re.sub(r"[^\w.+-]+", "_", name).strip("_.+-")[:40] or "metric" for name in {*names} - own}

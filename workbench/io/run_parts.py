@@ -108,9 +108,6 @@ def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, wher
         part: Name of the part.
         dim: Dimension along which it grows.
         where: Path of the run.
-
-    Raises:
-        StoreError: If names, dimensions, sizes, kinds or coordinates differ.
     """
     advice = "record the same variables as before, or write to another run"
     begin = f"Part '{part}' of the run at {where}"
@@ -227,11 +224,7 @@ class WaitingRows:
 
     @property
     def declared(self) -> Part:
-        """Declaration of the rows.
-
-        Raises:
-            StoreError: If the rows are datasets, which are not declared.
-        """
+        """Declaration of the rows."""
         if self.part is None:
             raise StoreError("Rows that are datasets have no declared variables; use add_dataset().")
         return self.part
@@ -245,11 +238,7 @@ class WaitingRows:
         return self.declared.dataset([], columns)
 
     def row(self, step: int, values: Mapping[str, Any]) -> RecordedRow:
-        """Check the values and return a row with copies of them.
-
-        Raises:
-            StoreError: If the variables, their shapes or kinds differ from the declaration.
-        """
+        """Check the values and return a row with copies of them."""
         name = self.declared.name
         if unknown := sorted(values.keys() - self.declared.dims.keys()):
             raise StoreError(f"Part '{name}' has no variable {', '.join(unknown)}; declare it in its Part.")

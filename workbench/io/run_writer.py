@@ -36,14 +36,6 @@ class RunWriter:
     """Writer that appends rows to the parts of a run in a Zarr store.
 
     Appended rows become visible to readers with the next `commit`.
-
-    Args:
-        path: Path of the store.
-        attrs: Attributes of the run: text and numbers.
-        overwrite: Replace an existing file or folder at ``path``.
-
-    Raises:
-        StoreError: If the path exists and ``overwrite`` is False, or is being written, or cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], attrs: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -67,9 +59,6 @@ class RunWriter:
         Args:
             path: Path of a store written by this class.
             before_step: Rows from this step on are dropped, because they will be recomputed.
-
-        Raises:
-            StoreError: If there is no such store, or it is damaged or being written.
         """
         from workbench.io.store import open_run
         from workbench.io.watched_store import WatchedStore
@@ -102,10 +91,6 @@ class RunWriter:
             part: Name, such as ``monitors``; the first rows create the part.
             rows: The same variables every time; variables without the dimension of steps are written only the first
                 time.
-
-        Raises:
-            StoreError: If the disk is full, or the store cannot be written. The same rows may then be appended again,
-                followed by others, and are stored once.
         """
         from workbench.io.store import with_text
 
@@ -131,14 +116,7 @@ class RunWriter:
             self._parts[part] = _Extent(dim, stop)
 
     def commit(self, **attrs: Any) -> None:
-        """Make all rows appended so far visible to readers, in one step.
-
-        Args:
-            **attrs: Attributes of the run to set at the same time.
-
-        Raises:
-            StoreError: If the disk is full, or the store cannot be written; readers then see the previous commit.
-        """
+        """Make all rows appended so far visible to readers, in one step."""
         self._attrs |= attrs
         with _naming_the_error(self.path):
             self._check_is_there()

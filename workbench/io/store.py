@@ -51,18 +51,7 @@ _VALIDATORS: dict[str, Callable[[xr.Dataset], xr.Dataset]] = {
 
 
 def as_run(data: xr.DataTree | xr.Dataset | Mapping[str, xr.Dataset]) -> xr.DataTree:
-    """Create a run from a tree, a dataset or a mapping of parts.
-
-    Args:
-        data: A run; a dataset of spectra or of weight spectra, or one from `workbench.read_log`; or parts by name,
-            such as ``{"spectra": ..., "monitors": ...}``.
-
-    Returns:
-        A tree with one child for each part; the data are shared, not copied.
-
-    Raises:
-        SchemaError: If a part does not follow the schema, or an attribute cannot be stored.
-    """
+    """Create a run from a tree, a dataset or a mapping of parts."""
     import xarray as xr
 
     if isinstance(data, xr.Dataset) and "loss" in data and "eigenvalue" not in data:

@@ -188,11 +188,7 @@ def is_log(path: str | os.PathLike[str]) -> bool:
 
 
 def _files_of(path: Path) -> list[tuple[Path, str]]:
-    """Return the files of a log, each with the name of its run; empty if there is only one.
-
-    Raises:
-        StoreError: If a folder holds no log.
-    """
+    """Return the files of a log, each with the name of its run; empty if there is only one."""
     if not path.is_dir():
         return [(path, "")]
     files = sorted(itertools.islice((file for file in path.rglob("*") if file.is_file()), _MOST_FILES))
@@ -241,11 +237,7 @@ def _loss_of(columns: Columns) -> str:
 
 
 def _steps_of(path: Path, rows: LogRows, columns: Columns, loss: str, notes: list[str]) -> tuple[np.ndarray, list[str]]:
-    """Return the step of each row, NaN before the first one, and the names of the columns that it comes from.
-
-    Raises:
-        SchemaError: If there are no steps, or they or the losses are not numbers.
-    """
+    """Return the step of each row, NaN before the first one, and the names of the columns that it comes from."""
     of_loss = np.asarray(columns[loss][0])
     groups: dict[tuple[int, str], list[str]] = {}
     fraction: tuple[str, float] | None = None

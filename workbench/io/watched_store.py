@@ -28,12 +28,6 @@ class WatchedStore(LocalStore):
 
     Zarr reads a missing chunk as the fill value, so a run that was removed while it was open would be read as zeros,
     and one that was replaced as a mixture of both.
-
-    Args:
-        root: Path of the store.
-
-    Attributes:
-        metadata: Metadata of the root.
     """
 
     def __init__(self, root: Path | str, *, read_only: bool = True) -> None:
@@ -45,11 +39,7 @@ class WatchedStore(LocalStore):
     async def get(
         self, key: str, prototype: BufferPrototype | None = None, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """Return the bytes at a key, as `zarr.storage.LocalStore` does; None if there are none.
-
-        Raises:
-            StoreError: If the store no longer exists, was replaced by another one, or is damaged.
-        """
+        """Return the bytes at a key, as `zarr.storage.LocalStore` does; None if there are none."""
         if (file := self.root / key).exists():
             _CHUNK.check(file)  # a pipe would never end
         found = await super().get(key, prototype, byte_range)

@@ -196,16 +196,8 @@ def koopman_matrix(
     The derivative of single directions, as in ``torch.linalg.eigh``, divides by every gap and is infinite for equal
     variances.
 
-    Args:
-        moments: Moments of at least three snapshots; the result is differentiable in them.
-        options: Options, see `DmdOptions`.
-        has_basis_gradient: Differentiate the span of the leading directions too; else it is treated as constant.
-
     Returns:
         A, shape (m, m), on the device of the moments.
-
-    Raises:
-        SnapshotError: If there are fewer than three snapshots, the states do not vary, or squares overflow.
     """
     options = options or DmdOptions()
     trace = _total_variance(moments)
@@ -231,11 +223,6 @@ def koopman_matrices(
     The results are bitwise identical to those of `koopman_matrix`. Each layer is computed before it is known whether it
     has a spectrum and whether all requested directions vary; if not, the layer is recomputed.
 
-    Args:
-        moments: Moments of each layer; the results are differentiable in them.
-        options: Options, see `DmdOptions`.
-        also: Further tensors of one number each, which the same transfer reads.
-
     Returns:
         The operator of each layer on the host, None where `koopman_matrix` raises; and the numbers of ``also``.
     """
@@ -256,12 +243,7 @@ def koopman_matrices(
 
 
 def _begun_matrix(moments: SnapshotMoments, options: DmdOptions) -> tuple[Tensor, Tensor]:
-    """Compute the operator of a layer without a transfer, and the facts that show whether it is valid.
-
-    Returns:
-        Traces of C_xx and C_dd, squared mean of the states, whether all requested directions vary, and whether the
-        system was singular, as one tensor; and A.
-    """
+    """Compute the operator of a layer without a transfer, and the facts that show whether it is valid."""
     c_xx, constant = moments.c_xx, moments.c_xx.detach()
     trace, updates = constant.diagonal().sum(), moments.c_dd.detach().diagonal().sum()
     squared = moments.mean_x.detach().square().sum()

@@ -285,11 +285,7 @@ def depth_thirds(spectra: xr.Dataset) -> xr.Dataset:
 
 
 def _check_spectra(spectra: xr.Dataset) -> None:
-    """Raise if a dataset has no layers.
-
-    Raises:
-        SchemaError: Names what to pass.
-    """
+    """Raise if a dataset has no layers."""
     if "layer" not in spectra.dims:
         raise SchemaError("The dataset has no dimension 'layer'; pass a dataset of wb.profile().")
 

@@ -133,9 +133,6 @@ def significant_digits(operator: WhitenedOperator, modes: OperatorModes) -> floa
     about 2e-16 cond(C_xx) in the whitened operator. The condition of the eigenvectors adds to it in the eigenvalues.
     With one digit of margin, the estimate was below the number of digits that agree with a fit on the snapshots in
     every tested case (tests/koopman/test_dmd.py).
-
-    Returns:
-        Between 0 and 15.
     """
     error = 10 * torch.finfo(torch.float64).eps * (operator.covariance_condition + modes.eigenvector_condition)
     return float(np.clip(-np.log10(error), 0.0, 15.0))

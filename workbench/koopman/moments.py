@@ -24,17 +24,7 @@ def device_for_float64(device: torch.device | str) -> torch.device:
 
 
 def check_snapshots(x: Tensor, y: Tensor, n_features: int, name: str) -> None:
-    """Raise if snapshots have the wrong shape or kind.
-
-    Args:
-        x: States entering.
-        y: States leaving.
-        n_features: Width of the state.
-        name: Name of the layer, for the message.
-
-    Raises:
-        SnapshotError: If they are not two arrays (snapshot, feature) of real floating-point numbers.
-    """
+    """Raise if snapshots have the wrong shape or kind."""
     if x.ndim != 2 or x.shape != y.shape or x.shape[1] != n_features:
         raise SnapshotError(
             f"Snapshots of {name} have shapes {tuple(x.shape)} and {tuple(y.shape)}, expected two arrays of shape "

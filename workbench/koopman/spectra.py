@@ -70,13 +70,7 @@ class HasCounts(Protocol):
 
 @dataclass(frozen=True)
 class LayerSpectrum:
-    """Eigenvalues, residuals and measures of one layer; names and units as in ``schema.SPECTRA``.
-
-    Attributes:
-        eigenvalue: As in `OperatorModes`.
-        residual: As in `OperatorModes`.
-        values: Measures that are one number per layer.
-    """
+    """Eigenvalues, residuals and measures of one layer; names and units as in ``schema.SPECTRA``."""
 
     eigenvalue: np.ndarray
     residual: np.ndarray

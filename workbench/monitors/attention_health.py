@@ -132,9 +132,6 @@ def measure_attention(
 
     Returns:
         One number per query head, over all tokens of the batch; NaN if no token is included.
-
-    Raises:
-        OptionError: If the number of query heads is not a multiple of that of key heads.
     """
     _check_groups(q.shape[-3], k.shape[-3])
     q, k = _at_least_float32(q), _at_least_float32(k)
@@ -168,9 +165,6 @@ def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHe
             masks of -1e4 are common too, tokens with such a score or a lower one do not count as visible in the largest
             value of the entropy.
         rows: As in `measure_attention`.
-
-    Returns:
-        The same as `measure_attention`.
     """
     lowest = torch.finfo(logits.dtype).min / 2
     n_rows, n_heads, n_queries, n_keys = logits.shape

@@ -353,13 +353,7 @@ class ModelProbe:
 
 
 class _Pass:
-    """One forward pass of a `ModelProbe` and its measurements.
-
-    Attributes:
-        notes: Attention and routing of each block that ran.
-        states: Measures of the state that leaves each block that ran, by name.
-        output: Output of the model.
-    """
+    """One forward pass of a `ModelProbe` and its measurements."""
 
     def __init__(
         self, model: nn.Module, anatomy: Anatomy, routers: Mapping[int, Router], batch: Any, parts: Collection[str]

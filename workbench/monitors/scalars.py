@@ -50,9 +50,6 @@ class SpikeScore:
     Attributes:
         n_spikes: Number of spikes so far.
         n_evaluated: Number of values evaluated so far.
-
-    Raises:
-        OptionError: If an option is out of range.
     """
 
     @checked

@@ -26,21 +26,7 @@ _TOOLTIPS = """<div style="font-size:12px;line-height:1.45">layer @layer, mode @
 
 @dataclass(frozen=True)
 class PlaneStyle:
-    """What one panel shows in addition to its modes.
-
-    Attributes:
-        title: Text above the panel.
-        note: Small line under the title.
-        key: Small lines below the panel.
-        view: Visible part of the plane.
-        scale: Color scale of the depth.
-        has_scale: Whether a color bar is drawn on the right.
-        side: Width and height of the frame in pixels (bokeh).
-        inches: Width and height of the panel (matplotlib).
-        row: Name of the row of panels that begins with this one, written on its left.
-        has_axis: Whether the real and the imaginary axis have a label and numbers, where the view is true to scale.
-        word: Text in the center of a panel without modes.
-    """
+    """What one panel shows in addition to its modes."""
 
     title: str
     note: str
@@ -93,17 +79,7 @@ _FAINT = [np.array([[-9.0, 0.0], [9.0, 0.0]]), np.array([[0.0, -9.0], [0.0, 9.0]
 
 @dataclass(frozen=True)
 class Ground:
-    """Background of the modes, as holoviews elements without options.
-
-    Attributes:
-        axes: The two dimensions of the plane.
-        band: The near-unit band.
-        faint: Axes and the circle of radius 0.5.
-        rings: Circles at the powers of ten.
-        circle: The unit circle.
-        density: Image of the density of the modes, where they are too many to draw one by one.
-        labels: Names of rings and axes.
-    """
+    """Background of the modes, as holoviews elements without options."""
 
     axes: list[Any]
     band: Any

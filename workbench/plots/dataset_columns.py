@@ -33,9 +33,6 @@ def columns_of(
         source: Function that creates one, such as "wb.profile()", for the error message.
         optional: Names of variables that are read if they exist.
         dim: Dimension of the variables; None accepts any that they share.
-
-    Raises:
-        SchemaError: If it is not a dataset, lacks a variable, has one with other dimensions, or is empty.
     """
     import xarray as xr
 
@@ -56,32 +53,13 @@ def columns_of(
 
 
 def require_variables(data: xr.Dataset, needed: Sequence[str], *, what: str, source: str) -> None:
-    """Raise an exception if a dataset lacks variables.
-
-    Args:
-        data: Dataset to check.
-        needed: Names of the variables.
-        what: Kind of dataset expected, such as "ROC curve".
-        source: Function that creates one, such as "wb.profile()".
-
-    Raises:
-        SchemaError: Names the missing variables.
-    """
+    """Raise an exception if a dataset lacks variables."""
     if missing := [name for name in needed if name not in data.variables]:
         raise SchemaError(f"The {what} lacks {', '.join(missing)}; create it with {source}.")
 
 
 def require_choices(name: str, chosen: Sequence[str], choices: Iterable[str]) -> None:
-    """Raise an exception if no name is chosen, or one is not among the choices.
-
-    Args:
-        name: Name of the argument.
-        chosen: Names that were passed.
-        choices: Allowed names.
-
-    Raises:
-        SchemaError: Names the first invalid choice.
-    """
+    """Raise an exception if no name is chosen, or one is not among the choices."""
     choices = tuple(choices)
     for each in chosen:
         if each not in choices:
@@ -94,11 +72,7 @@ def require_choices(name: str, chosen: Sequence[str], choices: Iterable[str]) ->
 def by_name(
     data: xr.Dataset | Mapping[str, xr.Dataset], *, what: str, source: str, name: str = ""
 ) -> dict[str, xr.Dataset]:
-    """Return datasets by name; a single dataset receives the given name.
-
-    Raises:
-        SchemaError: If there is no dataset.
-    """
+    """Return datasets by name; a single dataset receives the given name."""
     import xarray as xr
 
     if isinstance(data, xr.Dataset):

@@ -140,11 +140,7 @@ class DecisionChart:
 
 
 def chart_of(points: xr.Dataset, limits: xr.Dataset | None = None) -> DecisionChart:
-    """Return the points and zones that `decision_chart` draws.
-
-    Raises:
-        SchemaError: If the points lack a variable, or no point has both values.
-    """
+    """Return the points and zones that `decision_chart` draws."""
     needed = ("near_unit_mass", "eigenvector_condition")
     columns = columns_of(
         points, needed, optional=("has_diverged", "divergence_rate"), what="set of points",
@@ -287,12 +283,6 @@ def place_labels(
     taken: Sequence[Box] = (),
 ) -> list[Box | None]:
     """Choose the position of each label: next to, above or below its point, the first that is free.
-
-    Args:
-        points: Positions in pixels from the frame's lower left corner.
-        labels: One label per point; an empty one is not placed.
-        frame: Width and height in pixels.
-        taken: Rectangles that other texts occupy.
 
     Returns:
         Box of each label; None if no position is free. Earlier labels choose first.

@@ -101,12 +101,7 @@ class EdgeCurve:
 
 
 def edges_of(outcomes: xr.Dataset, *, below: float = 0.20) -> list[EdgeCurve]:
-    """Return the controls of a table of outcomes, as `explosion_edge` draws them.
-
-    Raises:
-        SchemaError: If it is not a table of outcomes.
-        OptionError: If ``below`` is not a fraction.
-    """
+    """Return the controls of a table of outcomes, as `explosion_edge` draws them."""
     largest_rates = largest_rate_without_explosion(outcomes, below=below)
     rates = divergence_rates(outcomes, by_rate=True).rename(divergence_rate="fraction")
     edges = []

@@ -167,11 +167,7 @@ class FlowPath:
 
 
 def paths_of(flow: xr.Dataset | Mapping[str, xr.Dataset]) -> list[FlowPath]:
-    """Compute the content of `flow_map`.
-
-    Raises:
-        SchemaError: If there is no dataset, one lacks a variable or has several steps, or there are more than six.
-    """
+    """Compute the content of `flow_map`."""
     flows = by_name(flow, what="flow", source="wb.flow.measure()")
     if len(flows) > _MOST_MODELS:
         raise SchemaError(f"There are {len(flows)} flows, expected at most {_MOST_MODELS}; draw some of them.")
@@ -197,14 +193,7 @@ def _path_of(name: str, flow: xr.Dataset) -> FlowPath:
 
 
 def _direction(flow: xr.Dataset, axis: str, of_state: str, kind: str) -> Direction:
-    """Return sizes and boxes of one direction.
-
-    Args:
-        flow: Dataset of one step.
-        axis: ``"forward"`` or ``"backward"``.
-        of_state: Variable with the size at the block boundaries.
-        kind: Kind of the gains, ``"signal"`` or ``"gradient"``.
-    """
+    """Return sizes and boxes of one direction."""
     n, is_forward = flow.sizes["layer"], axis == "forward"
     names = flow["layer_name"].values if "layer_name" in flow.coords else np.arange(n).astype(str)
     size = _positive(flow[of_state].values)

@@ -48,12 +48,7 @@ def power_of_ten(exponent: int) -> str:
 
 @dataclass(frozen=True)
 class PlaneView:
-    """Part of the plane that all panels show: up to a power of ten, or the square around 1.
-
-    Attributes:
-        decades: Exponent of the largest power of ten in view, at least 1.
-        is_near: Whether it is the square around 1, which is true to scale.
-    """
+    """Part of the plane that all panels show: up to a power of ten, or the square around 1."""
 
     decades: int = 1
     is_near: bool = False
@@ -99,15 +94,7 @@ class PlaneView:
 
 
 def view_of(modes: Mapping[str, Mapping[str, np.ndarray]], zoom: str = "all modes") -> PlaneView:
-    """Return the view that all panels share: all modes, or the square around 1.
-
-    Args:
-        modes: Columns of each panel; see `workbench.plots.mode_columns.mode_columns`.
-        zoom: ``"all modes"`` or ``"near 1"``.
-
-    Raises:
-        OptionError: If the zoom does not exist.
-    """
+    """Return the view that all panels share: all modes, or the square around 1."""
     require_listed("zoom", [zoom], ZOOMS)
     largest = max((float(columns["modulus"].max(initial=0)) for columns in modes.values()), default=0.0)
     decades = int(np.ceil(np.log10(max(largest, 1.0)) - 1e-9))

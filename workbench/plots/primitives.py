@@ -19,14 +19,7 @@ _TICK_FORMATS: dict[str, Callable[[float], str]] = {"plain": "{:g}".format, "per
 
 
 class Primitives:
-    """Builder of one panel; panels whose axes have equal names are linked.
-
-    Args:
-        hv: The holoviews module that `style.drawing` yields.
-        backend: ``"bokeh"`` or ``"matplotlib"``.
-        x: Name of the horizontal axis.
-        y: Name of the vertical axis.
-    """
+    """Builder of one panel; panels whose axes have equal names are linked."""
 
     def __init__(self, hv: Any, backend: str, x: str, y: str) -> None:
         self.hv, self.backend = hv, backend

@@ -39,16 +39,7 @@ LOGARITHMIC = {
 
 @dataclass(frozen=True)
 class RadarAxis:
-    """One axis of a radar chart.
-
-    Attributes:
-        measure: Name of the variable.
-        title: Title of the axis.
-        lowest: Value at the center.
-        highest: Value at the rim.
-        is_logarithmic: Whether the scale is logarithmic.
-        angle: Direction, in radians from the right, counter-clockwise.
-    """
+    """One axis of a radar chart."""
 
     measure: str
     title: str
@@ -78,11 +69,7 @@ class RadarAxis:
 
 
 def comparison_measures(comparison: xr.Dataset, measures: Sequence[str]) -> list[str]:
-    """Return the names of measures after checking that the comparison has them.
-
-    Raises:
-        SchemaError: If the dataset is not a comparison, or lacks a measure.
-    """
+    """Return the names of measures after checking that the comparison has them."""
     known = [str(name) for name, v in comparison.data_vars.items() if v.dims == ("architecture", "source")]
     if not known:
         raise SchemaError("The dataset has no variables by architecture and source; create it with wb.compare().")
@@ -91,12 +78,7 @@ def comparison_measures(comparison: xr.Dataset, measures: Sequence[str]) -> list
 
 
 def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> list[RadarAxis]:
-    """Return the axes of a comparison, clockwise from the top; see `radar`.
-
-    Raises:
-        SchemaError: If the dataset is not a comparison, or lacks a measure.
-        OptionError: If there are fewer than three measures.
-    """
+    """Return the axes of a comparison, clockwise from the top; see `radar`."""
     measures = comparison_measures(comparison, measures or DEFAULT_MEASURES)
     if len(measures) < 3:
         raise OptionError.of("measures", measures, "at least 3 names", remedy="a radar chart has one axis per measure")

@@ -140,11 +140,7 @@ class Bins:
 
 
 def bins_of(reliability: xr.Dataset | Mapping[str, xr.Dataset]) -> list[Bins]:
-    """Return the predictions as `reliability` draws them.
-
-    Raises:
-        SchemaError: If there is no dataset, one lacks a variable, or every bin is empty.
-    """
+    """Return the predictions as `reliability` draws them."""
     series = []
     needed = ["mean_probability", "rate", "low", "high", "n_runs"]
     for name, data in by_name(reliability, what="reliability table", source=_SOURCE).items():

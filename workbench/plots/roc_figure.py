@@ -118,11 +118,7 @@ class RocLine:
 
 
 def lines_of(curves: xr.Dataset | Mapping[str, xr.Dataset]) -> list[RocLine]:
-    """Return the curves as `roc` draws them.
-
-    Raises:
-        SchemaError: If there is none, or one lacks a variable or has values outside of 0 to 1.
-    """
+    """Return the curves as `roc` draws them."""
     lines = []
     for name, data in by_name(curves, what="ROC curve", source=_SOURCE).items():
         names = ["false_positive_rate", "true_positive_rate", "threshold"]

@@ -22,9 +22,6 @@ def draw_runs(
         loss: Shape (rate, seed); NaN where there is no run.
         color: Color of the marks.
         losses: Ends of the axis of losses.
-
-    Returns:
-        Explanation of the triangles; empty without any.
     """
     at, seed = np.nonzero(~np.isnan(loss))
     value = loss[at, seed]

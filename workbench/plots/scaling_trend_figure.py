@@ -137,11 +137,7 @@ class Ladder:
 
     @classmethod
     def of(cls, name: str, data: xr.Dataset, quantity: str, along: str) -> Ladder:
-        """Read the values from a study.
-
-        Raises:
-            SchemaError: If it lacks the quantity.
-        """
+        """Read the values from a study."""
         names = data["quantity"].values.tolist()
         if quantity not in names:
             raise SchemaError.of("quantity", quantity, tuple(names))
@@ -176,11 +172,7 @@ class Ladder:
 
 
 def _studies(study: Any) -> dict[str, xr.Dataset]:
-    """Return studies by name.
-
-    Raises:
-        SchemaError: If one is not a scaling study.
-    """
+    """Return studies by name."""
     import xarray as xr
 
     if isinstance(study, xr.Dataset) and "architecture" in study.dims:

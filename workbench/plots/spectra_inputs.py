@@ -26,10 +26,6 @@ def named_spectra(
         spectra: A spectra dataset or a run, or several by name or in a list.
         step: ``"first"``, ``"last"``, or a number: the latest recorded step up to it. The step is added to the name,
             such as "Pre-LN, step 100". None if the data hold at most one step.
-
-    Raises:
-        SchemaError: If there is no dataset, one does not follow the schema, or one holds several steps or runs.
-        OptionError: If a run does not have the step.
     """
     import xarray as xr
 

@@ -116,13 +116,7 @@ def step_grid(
 
 @dataclass(frozen=True)
 class GridCell:
-    """One panel of the grid.
-
-    Attributes:
-        title: The step that is shown.
-        spectra: Spectra at this step; those of another step if ``word`` is not empty.
-        word: Why nothing is shown; empty if the spectra are shown.
-    """
+    """One panel of the grid."""
 
     title: str
     spectra: xr.Dataset

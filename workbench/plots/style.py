@@ -72,9 +72,6 @@ def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) 
     Args:
         names: Names of the models that are drawn.
         places: Style numbers by name, possibly also of other models; None numbers the models in the order given.
-
-    Raises:
-        OptionError: If a model has no style number.
     """
     names = list(names)
     if places is None:
@@ -89,18 +86,7 @@ def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) 
 
 @contextmanager
 def drawing(backend: str) -> Iterator[Any]:
-    """Load holoviews with one backend, and restore its global backend afterwards; one thread at a time.
-
-    Args:
-        backend: ``"bokeh"`` or ``"matplotlib"``.
-
-    Yields:
-        The holoviews module with options for that backend.
-
-    Raises:
-        OptionError: If the backend does not exist.
-        MissingPackageError: If its packages are not installed.
-    """
+    """Load holoviews with one backend, and restore its global backend afterwards; one thread at a time."""
     require_listed("backend", [backend], BACKENDS)
     require_lab("Figures", "holoviews", backend)
     import holoviews as hv
@@ -121,15 +107,7 @@ def drawing(backend: str) -> Iterator[Any]:
 
 
 def laid_out(hv: Any, panels: Sequence[Any], backend: str, *, n_columns: int = 1, **of_matplotlib: Any) -> Any:
-    """Return the panels as one holoviews Layout.
-
-    Args:
-        hv: Module from `drawing`.
-        panels: Panels in reading order.
-        backend: Backend of the panels.
-        n_columns: Panels per row.
-        of_matplotlib: Options of a matplotlib layout.
-    """
+    """Return the panels as one holoviews Layout."""
     layout = hv.Layout(list(panels)).cols(n_columns)
     if backend == "matplotlib":
         return layout.opts(sublabel_format="", backend=backend, **of_matplotlib)

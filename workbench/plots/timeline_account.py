@@ -24,17 +24,7 @@ _LIMITED = {"logits": "largest attention logit", "limits": "metrics of the updat
 
 
 def account_of(events: Sequence[TimelineEvent], *, last_step: int, is_watched: bool) -> str:
-    """Return sentences on the first alarm after the first fault (or the first of all) and its likely cause.
-
-    Args:
-        events: Events of a run by increasing step.
-        last_step: Last step of the run so far.
-        is_watched: Whether the run is known to have been monitored by alarms.
-
-    Returns:
-        Sentences such as "First alarm: step 265: arithmetic of attention, layer 1, head 0 (probe). Likely cause: low
-        precision attention (100 %).", or that there was no alarm; empty if the run was not monitored.
-    """
+    """Return sentences on the first alarm after the first fault (or the first of all) and its likely cause."""
     alarms, spans = alarms_of(events), fault_spans(events)
     start = spans[0].start if spans else None
     late = [alarm for alarm in alarms if start is None or alarm.step >= start]

@@ -67,12 +67,7 @@ class FaultSpan:
 
 @dataclass(frozen=True)
 class AlarmLead:
-    """Lead time from the first alarm of a mechanism to the first established signal or the divergence.
-
-    Attributes:
-        first: Alarm of the mechanism.
-        then: First alarm of an established signal, or the divergence.
-    """
+    """Lead time from the first alarm of a mechanism to the first established signal or the divergence."""
 
     first: TimelineEvent
     then: TimelineEvent

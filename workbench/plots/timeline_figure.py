@@ -146,11 +146,7 @@ def _no_frame_matplotlib(plot: Any, element: Any) -> None:
 def chosen_signals(
     runs: Mapping[str, xr.DataTree], all_events: Sequence[RunEvents], signals: Sequence[str] | None
 ) -> list[str]:
-    """Return the requested signals, or a default selection.
-
-    Raises:
-        SchemaError: If no run has one of them, or none is requested.
-    """
+    """Return the requested signals, or a default selection."""
     known = list(dict.fromkeys(name for run in runs.values() for name in sig.names(run)))
     if signals is None:
         onsets = sorted(
@@ -164,12 +160,7 @@ def chosen_signals(
 
 
 def healthy_runs(healthy: xr.DataTree | Mapping[str, xr.DataTree] | int | None) -> dict[str, xr.DataTree]:
-    """Return the runs in ``healthy``; none if it is a number of steps or None.
-
-    Raises:
-        SchemaError: If it is neither runs nor a number of steps.
-        OptionError: If it is a number below 2.
-    """
+    """Return the runs in ``healthy``; none if it is a number of steps or None."""
     if healthy is None:
         return {}
     if isinstance(healthy, int | np.integer) and not isinstance(healthy, bool):

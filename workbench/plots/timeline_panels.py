@@ -139,13 +139,7 @@ class SignalPanel:
 
 @dataclass(frozen=True)
 class PanelAxis:
-    """Axis of a signal.
-
-    Attributes:
-        low: Lowest value.
-        high: Highest value in view.
-        is_logarithmic: Whether it is logarithmic.
-    """
+    """Axis of a signal."""
 
     low: float
     high: float
@@ -153,13 +147,7 @@ class PanelAxis:
 
     @classmethod
     def of(cls, variable: str, values: np.ndarray, *, shows_all: bool = False) -> PanelAxis:
-        """Choose the axis as in `traces`, but with the divergence in view.
-
-        Args:
-            variable: Name of the variable, without its term.
-            values: Finite values of all runs.
-            shows_all: Whether to keep values far above the usual ones in view.
-        """
+        """Choose the axis as in `traces`, but with the divergence in view."""
         if not len(values):
             return cls(0.0, 1.0, False)
         low, high = float(values.min()), float(values.max())

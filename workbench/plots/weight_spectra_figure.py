@@ -97,9 +97,6 @@ def density_of(spectra: xr.Dataset, matrix: str | None = None) -> dict[str, Any]
         ``matrix``; ``edges`` of the bins and the ``density`` in each; ``spikes``, the eigenvalues beyond the edge of
         the bulk; ``n_below``, the number of eigenvalues too small to be drawn; ``tail``, x and y of points of the
         fitted power law; and the variables of the matrix.
-
-    Raises:
-        SchemaError: If the matrix does not exist, or is zero.
     """
     names = spectra["matrix"].values.tolist()
     if matrix is None:

@@ -16,15 +16,7 @@ _SIZE = style.TICK_SIZE - 0.5
 
 
 def column_of_words(draw: Primitives, x: Any, y: Any, texts: Sequence[str], *, align: str = "left") -> None:
-    """Write texts whose ``align`` edge is at the points.
-
-    Args:
-        draw: Primitives of the panel.
-        x: Horizontal positions, or one for all.
-        y: Vertical positions.
-        texts: One text per position.
-        align: Edge of the text, ``"left"``, ``"center"`` or ``"right"``.
-    """
+    """Write texts whose ``align`` edge is at the points."""
     if not len(texts):
         return
     x, y = np.broadcast_arrays(np.asarray(x, dtype=float), np.asarray(y, dtype=float))

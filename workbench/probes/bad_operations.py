@@ -38,14 +38,7 @@ Seen = tuple[str, list[Reading], list[Reading]]
 
 
 class Operations(TorchDispatchMode):
-    """Dispatch mode that records the operations of torch in a part of a pass, with readings of inputs and results.
-
-    Args:
-        is_part: Function that returns whether the pass is currently in that part.
-
-    Attributes:
-        seen: The operations, in order of execution.
-    """
+    """Dispatch mode that records the operations of torch in a part of a pass, with readings of inputs and results."""
 
     #: flex_attention is a higher-order operator, which torch otherwise does not run in a dispatch mode.
     supports_higher_order_operators = True
@@ -67,13 +60,7 @@ class Operations(TorchDispatchMode):
 
 
 class BadOperation(NamedTuple):
-    """An operation of torch whose result is not finite.
-
-    Attributes:
-        name: Name in torch, such as "exp".
-        result: Reading of the result.
-        inputs: Readings of its inputs.
-    """
+    """An operation of torch whose result is not finite."""
 
     name: str
     result: Reading
@@ -118,9 +105,6 @@ def first_bad_operation(seen: Sequence[Seen]) -> BadOperation | None:
 
     Operations on the path of a gradient take precedence: other results, such as buckets of positions, are often not
     finite at entries that are never used.
-
-    Args:
-        seen: Operations recorded by `Operations`, whose readings have been transferred by `read`.
     """
     bad = []
     for name, inputs, results in seen:
@@ -133,12 +117,7 @@ def first_bad_operation(seen: Sequence[Seen]) -> BadOperation | None:
 
 
 def gradient_suggestion(node: str, dtype: torch.dtype) -> str:
-    """Return the probable cause if a node of the graph receives a finite gradient and passes on one that is not finite.
-
-    Args:
-        node: Name of the node, such as "SqrtBackward0".
-        dtype: Number format of the gradient that it passes on.
-    """
+    """Return the probable cause if a node of the graph receives a finite gradient and returns one that is not."""
     key = _plain(re.sub(r"Backward\d*$", "", node))
     if key == "tocopy":
         return _overflow(dtype)

@@ -245,11 +245,6 @@ def _operation_in(model: nn.Module, loss_of: LossOf, around: Around, call: Call 
 def first_bad_gradient(loss: Tensor, calls: Calls, weights: Mapping[str, Tensor]) -> BadTensor | None:
     """Run the backward pass of a loss and find the first node that causes a bad gradient of a parameter.
 
-    Args:
-        loss: A finite loss with its graph, which is freed.
-        calls: Calls of the forward pass, whose readings have been transferred by `read`.
-        weights: Parameters by their names.
-
     Returns:
         The place; None if the gradients of all parameters are finite.
     """
@@ -263,13 +258,7 @@ def first_bad_gradient(loss: Tensor, calls: Calls, weights: Mapping[str, Tensor]
 
 
 class _Search:
-    """The search in a backward pass.
-
-    Args:
-        steps: Nodes that were run, in the order of the backward pass.
-        calls: Calls of the forward pass.
-        parameters: Names of parameters by their keys.
-    """
+    """The search in a backward pass."""
 
     def __init__(self, steps: Sequence[Step], calls: Calls, parameters: Mapping[int, str]) -> None:
         self._steps, self._parameters = steps, parameters
@@ -431,15 +420,7 @@ def bad_tensor_of(
 
 
 def suspects(loss: Tensor, finite: Collection[Edge]) -> tuple[set[Edge], set[int]]:
-    """Return the tensors that may have caused the value of a loss: those that reach it without passing a finite one.
-
-    Args:
-        loss: The loss.
-        finite: Edges of tensors that are known to be finite.
-
-    Returns:
-        Edges of the suspects, and the ids of parameters among them.
-    """
+    """Return the tensors that may have caused the value of a loss: those that reach it without passing a finite one."""
     edges: set[Edge] = set()
     leaves: set[int] = set()
     waiting = [(loss.grad_fn, loss.output_nr)]

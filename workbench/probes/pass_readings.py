@@ -56,11 +56,7 @@ class Reading:
 
 
 def readings_of(value: Any) -> list[Reading]:
-    """Return readings of all floating-point and complex tensors in a value.
-
-    Args:
-        value: A tensor, or nested tuples, lists, mappings and dataclasses of tensors; anything else is ignored.
-    """
+    """Return readings of all floating-point and complex tensors in a value."""
     return [_reading(tensor) for tensor in _tensors_in(value) if _is_read(tensor)]
 
 
@@ -152,17 +148,7 @@ class Call:
 
 
 class Calls:
-    """Calls of all modules of a model in one forward pass.
-
-    Args:
-        model: Model that will run.
-        measure: Function that returns the readings of arguments and outputs.
-
-    Attributes:
-        entered: Calls in the order in which they began.
-        left: Calls in the order in which they ended.
-        running: Calls that have not ended, the innermost last.
-    """
+    """Calls of all modules of a model in one forward pass."""
 
     def __init__(self, model: nn.Module, measure: Callable[[Any], list[Reading]] = readings_of) -> None:
         self.entered: list[Call] = []

@@ -52,11 +52,7 @@ _POSITIONS: dict[str, str] = {
 
 
 def assessment_document(tree: xr.DataTree) -> Document:
-    """Return the content of the report of an assessment.
-
-    Raises:
-        SchemaError: If the tree lacks a number that its report cites.
-    """
+    """Return the content of the report of an assessment."""
     numbers = Numbers(tree)
     verdict = numbers.attribute("verdict").text
     texts = (observed(numbers), cause(numbers), decisions(numbers))

@@ -60,11 +60,7 @@ _WEAK = 0.4
 
 
 def diagnosis_document(tree: xr.DataTree) -> Document:
-    """Return the content of the report of a diagnosis.
-
-    Raises:
-        SchemaError: If the tree lacks a number that its report cites.
-    """
+    """Return the content of the report of a diagnosis."""
     numbers = Numbers(tree)
     texts = (observed(numbers), cause(numbers), decisions(numbers))
     possible, is_open = _possible(numbers), _is_open(numbers)

@@ -28,11 +28,7 @@ class Sentence:
 
 
 def sentence_of(template: str, **slots: str | Quantity) -> Sentence:
-    """Return a sentence from a text with slots, such as ``sentence_of("The risk is {risk}.", risk=quantity)``.
-
-    Raises:
-        ValueError: If no slot holds a quantity, because every statement of a report needs a supporting number.
-    """
+    """Return a sentence from a text with slots, such as ``sentence_of("The risk is {risk}.", risk=quantity)``."""
     parts: list[str | Quantity] = []
     for text, slot, _, _ in string.Formatter().parse(template):
         parts.append(text)
@@ -121,16 +117,7 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class Picture:
-    """Figure of the data in the tree.
-
-    Attributes:
-        title: Title of the figure.
-        caption: Explanation of the figure.
-        alternative: Alternative text for readers who cannot see the figure.
-        draw: Function that returns the figure of a tree for a backend.
-        code: Python code that draws the figure in a notebook where the tree is named ``tree``.
-        has_many_marks: Whether the figure is smaller as a raster image than as a vector image.
-    """
+    """Figure of the data in the tree."""
 
     title: str
     caption: str

@@ -51,11 +51,7 @@ _N_DECISIONS = 3
 
 
 def comparison_document(tree: xr.DataTree) -> Document:
-    """Return the content of the report of a comparison of designs.
-
-    Raises:
-        SchemaError: If the tree lacks a number that its report cites.
-    """
+    """Return the content of the report of a comparison of designs."""
     numbers = Numbers(tree)
     names = numbers.names("designs", "design")
     if missing := [name for name in names if name not in tree.children]:
@@ -290,12 +286,7 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
 
 
 def check_target(path: Path, *, overwrite: bool = False) -> Path | None:
-    """Return the second file or folder that `report` would write, after checking that it can write both.
-
-    Raises:
-        StoreError: If the suffix is unknown, or a file exists already.
-        MissingPackageError: If the packages that draw the pictures are not installed.
-    """
+    """Return the second file or folder that `report` would write, after checking that it can write both."""
     if path.suffix.lower() not in SUFFIXES:
         raise StoreError(f"'{path.name}' has the suffix '{path.suffix}', expected one of {', '.join(SUFFIXES)}.")
     require_lab("The pictures of a report", "holoviews", "matplotlib", "PIL")
@@ -313,11 +304,7 @@ def detached(tree: xr.DataTree) -> xr.DataTree:
 
 
 def document_of(tree: xr.DataTree) -> Document:
-    """Return the content of the report of a tree.
-
-    Raises:
-        SchemaError: If the tree is of an unknown kind, or lacks a number that its report cites.
-    """
+    """Return the content of the report of a tree."""
     import xarray as xr
 
     if not isinstance(tree, xr.DataTree):

@@ -32,12 +32,7 @@ _SYMBOLS: dict[str, str] = {
 
 
 def markdown(document: Document, show: Callable[[Picture], str]) -> str:
-    """Return a report as Markdown text.
-
-    Args:
-        document: Content of the report.
-        show: Function that returns the Markdown of a picture.
-    """
+    """Return a report as Markdown text."""
     parts = [head(document)]
     for section in document.sections:
         parts += section_lines(section, show)

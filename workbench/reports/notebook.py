@@ -22,13 +22,7 @@ tree"""
 
 
 def notebook(document: Document, tree: xr.DataTree, data_name: str) -> dict[str, Any]:
-    """Return the notebook, with the pictures of its cells as outputs.
-
-    Args:
-        document: Content of the report.
-        tree: Tree with the data.
-        data_name: Name of the file next to the notebook that holds the tree.
-    """
+    """Return the notebook, with the pictures of its cells as outputs."""
     from nbformat import v4
 
     opening = f"The next cell opens `{data_name}`, from which the cells below redraw the pictures."

@@ -92,9 +92,6 @@ def image(picture: Picture, tree: xr.DataTree, *, pixels: bool = False) -> tuple
         picture: Picture to draw.
         tree: Tree with the data.
         pixels: Whether it must be a PNG; otherwise it is the format that is expected to be smaller.
-
-    Returns:
-        MIME type and content.
     """
     from workbench.plots import style
 

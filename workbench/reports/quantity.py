@@ -58,12 +58,7 @@ class Quantity:
 
 @dataclass
 class Numbers:
-    """Access to the numbers in a tree, or below one of its nodes.
-
-    Attributes:
-        tree: Tree to read, from its root.
-        at: Path of the node that paths are relative to; empty for the root.
-    """
+    """Access to the numbers in a tree, or below one of its nodes."""
 
     tree: xr.DataTree
     at: str = ""
@@ -86,11 +81,7 @@ class Numbers:
         return True
 
     def node(self, path: str) -> xr.Dataset:
-        """Return the dataset at a path.
-
-        Raises:
-            SchemaError: If it does not exist.
-        """
+        """Return the dataset at a path."""
         absolute = self._absolute(path)
         try:
             return self.tree[absolute].to_dataset()
@@ -98,22 +89,14 @@ class Numbers:
             raise SchemaError(f"The tree has no {absolute}, which its report cites; create the tree again.") from error
 
     def names(self, path: str, dim: str) -> list[str]:
-        """Return the ids along a dimension of a node.
-
-        Raises:
-            SchemaError: If the node or the dimension does not exist.
-        """
+        """Return the ids along a dimension of a node."""
         data = self.node(path)
         if dim not in data.coords:
             raise SchemaError(f"{self._absolute(path)} has no coordinate '{dim}'; create the tree again.")
         return [str(name) for name in np.atleast_1d(data[dim].values)]
 
     def texts(self, path: str, variable: str) -> list[str]:
-        """Return the texts of a variable along its only dimension.
-
-        Raises:
-            SchemaError: If it does not exist.
-        """
+        """Return the texts of a variable along its only dimension."""
         return [str(text) for text in np.atleast_1d(self._array(path, variable).values)]
 
     def text(self, path: str, variable: str, **selection: int) -> str:
@@ -124,15 +107,6 @@ class Numbers:
         """Return the value of a variable at an index of each of its dimensions; dimensions of length 1 need none.
 
         If a criterion evaluates this value, the result is that of `criterion`.
-
-        Args:
-            path: Path of the node.
-            variable: Variable of the node.
-            meaning: Meaning of the value; empty selects that of the variable.
-            **selection: Dimension and index.
-
-        Raises:
-            SchemaError: If the node, the variable or the index does not exist, or the result is not a single value.
         """
         given = tuple(sorted((dim, int(index)) for dim, index in selection.items()))
         given = self._canonical(path, variable, given)
@@ -142,17 +116,7 @@ class Numbers:
         return replace(quantity, meaning=meaning) if meaning else quantity
 
     def attribute(self, name: str, *keys: str, path: str = "", meaning: str = "") -> Quantity:
-        """Return an attribute of a node, or a value inside it if it is JSON.
-
-        Args:
-            name: Name of the attribute.
-            *keys: Keys of a value inside the JSON.
-            path: Path of the node; empty for the root.
-            meaning: Meaning of the value; empty selects its name.
-
-        Raises:
-            SchemaError: If it does not exist.
-        """
+        """Return an attribute of a node, or a value inside it if it is JSON."""
         where, attrs = self._absolute(path), self.node(path).attrs
         if name not in attrs:
             raise SchemaError(
@@ -187,11 +151,7 @@ class Numbers:
             return False
 
     def count(self, path: str, variable: str, equals: str, *, meaning: str) -> Quantity:
-        """Return the number of texts of a variable that equal a given one.
-
-        Raises:
-            SchemaError: If the variable does not exist.
-        """
+        """Return the number of texts of a variable that equal a given one."""
         where, n = self._absolute(path), self.texts(path, variable).count(equals)
         return Quantity(
             path=where,
@@ -206,12 +166,7 @@ class Numbers:
         )
 
     def criterion(self, name: str) -> Quantity:
-        """Return the number that a criterion evaluates, with its band and state, read from where it was measured.
-
-        Raises:
-            SchemaError: If the criterion or the location that it refers to does not exist, or the location holds a
-                different number.
-        """
+        """Return the number that a criterion evaluates, with its band and state, read from where it was measured."""
         ids = self.names("criteria", "criterion")
         if name not in ids:
             raise SchemaError.of("criterion", name, tuple(ids), remedy="create the tree again")

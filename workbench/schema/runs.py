@@ -447,18 +447,7 @@ SPECTRA_ATTRS: dict[str, type | tuple[type, ...]] = {
 
 
 def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
-    """Validate a spectra dataset and return it.
-
-    Args:
-        spectra: Dims ``layer`` and ``mode``, possibly preceded by ``step``, ``run`` or ``architecture``.
-
-    Returns:
-        The same object, so that the call can be chained.
-
-    Raises:
-        SchemaError: If a variable, dimension or attribute is missing or of another kind, if the schema is newer
-            than this version of the workbench, or if the masses do not sum to 1.
-    """
+    """Validate a spectra dataset and return it."""
     check_version(spectra)
     missing = [name for name in SPECTRA if name not in spectra]
     if missing:
@@ -487,52 +476,19 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
 
 
 def validate_monitors(monitors: xr.Dataset) -> xr.Dataset:
-    """Validate the monitors of a run and return them.
-
-    Args:
-        monitors: Dim ``step``: the recorded variables of ``MONITORS``, and any others.
-
-    Returns:
-        The same object.
-
-    Raises:
-        SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or the steps do not
-            increase.
-    """
+    """Validate the monitors of a run and return them."""
     _check_rows("monitors", monitors, MONITORS)
     return monitors
 
 
 def validate_part(part: str, data: xr.Dataset) -> xr.Dataset:
-    """Validate a part of a run and return it.
-
-    Args:
-        part: A name in ``PARTS``.
-        data: Dim ``step`` and those of the part: its recorded variables, and any others.
-
-    Returns:
-        The same object.
-
-    Raises:
-        SchemaError: If a known variable is of another kind, the coordinate ``step`` is missing, or the steps do not
-            increase.
-    """
+    """Validate a part of a run and return it."""
     _check_rows(part, data, PARTS[part])
     return data
 
 
 def validate_events(events: xr.Dataset) -> xr.Dataset:
-    """Validate the events of a run and return them.
-
-    Args:
-        events: Dim ``event``: all variables of ``EVENTS``, and optionally those of ``EVENT_PLACES``.
-
-    Returns:
-        The same object.
-
-    Raises:
-        SchemaError: If a variable is missing or of another kind.
-    """
+    """Validate the events of a run and return them."""
     check_version(events)
     missing = [name for name in EVENTS if name not in events]
     if missing:
@@ -552,11 +508,7 @@ def _check_rows(part: str, data: xr.Dataset, rules: Mapping[str, Variable]) -> N
 
 
 def check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims: tuple[str, ...] = ()) -> None:
-    """Raise if a variable has other dimensions than its rule, except for ``extra_dims``, or another kind.
-
-    Raises:
-        SchemaError: Names the variable.
-    """
+    """Raise if a variable has other dimensions than its rule, except for ``extra_dims``, or another kind."""
     for name, rule in rules.items():
         variable = data[name]
         core = tuple(dim for dim in variable.dims if dim not in extra_dims)
@@ -572,14 +524,7 @@ def check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims:
 
 
 def check_version(data: xr.Dataset | xr.DataTree) -> None:
-    """Raise if data were written by a newer version of the workbench.
-
-    Args:
-        data: A dataset or a run.
-
-    Raises:
-        SchemaError: If the schema version of the data exceeds ``SCHEMA_VERSION``.
-    """
+    """Raise if data were written by a newer version of the workbench."""
     version = data.attrs.get("schema_version")
     if version is not None and int(version) > SCHEMA_VERSION:
         raise SchemaError(

@@ -148,11 +148,7 @@ def dtype_of(name: str, kind: str) -> type:
 
 
 def require(data: xr.Dataset, names: Iterable[str]) -> None:
-    """Raise if a dataset lacks variables that are needed.
-
-    Raises:
-        SchemaError: If the dimension ``run`` or one of the variables is missing, or there is no run.
-    """
+    """Raise if a dataset lacks variables that are needed."""
     missing = [name for name in names if name not in data.variables]
     if missing or "run" not in data.dims:
         lacks = ", ".join(missing[:3]) or "the dimension run"

@@ -78,18 +78,7 @@ WEIGHT_COORDS: dict[str, Variable] = {
 
 
 def validate_weights(weights: xr.Dataset) -> xr.Dataset:
-    """Validate a dataset of weight spectra and return it.
-
-    Args:
-        weights: Dims ``matrix`` and ``value``, possibly preceded by ``step``, ``run`` or ``architecture``.
-
-    Returns:
-        The same object.
-
-    Raises:
-        SchemaError: If a variable or coordinate is missing or of another kind, or the schema is newer than this
-            version of the workbench.
-    """
+    """Validate a dataset of weight spectra and return it."""
     check_version(weights)
     missing = [name for name in (*WEIGHTS, *WEIGHT_COORDS) if name not in weights.variables]
     if missing:

@@ -33,14 +33,6 @@ def as_batch(batch: Any) -> tuple[Inputs, Tensor]:
               ``position_ids`` are kept as inputs; a target is ignored if it or its position is masked;
             - a mapping with ``pixel_values`` or ``images``, and ``labels``;
             - token ids (batch, token).
-
-    Returns:
-        inputs: A tensor, or a mapping of keyword arguments if there are several.
-        targets: -100 where nothing is predicted, such as at the last position of token ids. All positions are kept, so
-            that the states are those of the full sequence.
-
-    Raises:
-        WorkbenchError: If the batch has none of these forms.
     """
     if isinstance(batch, Mapping):
         return _from_mapping(batch)
@@ -67,11 +59,7 @@ def as_batch(batch: Any) -> tuple[Inputs, Tensor]:
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:
-    """Stack rows of a dataset to a batch (a collate function): token ids, (inputs, target), or mappings of columns.
-
-    Raises:
-        WorkbenchError: If rows differ in length, hold values other than numbers, or have none of the known columns.
-    """
+    """Stack rows of a dataset to a batch (a collate function): token ids, (inputs, target), or mappings of columns."""
     first = rows[0]
     if isinstance(first, Mapping):
         used = [name for name in _COLUMNS if name in first]

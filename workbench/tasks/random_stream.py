@@ -15,10 +15,6 @@ class RandomStream:
     """Private states of the global generators of Python, NumPy and torch (CPU and optionally CUDA).
 
     Two training runs that alternate in one process draw the same numbers as each does alone.
-
-    Args:
-        seed: Seed of the stream.
-        device: A CUDA device whose generator also belongs to the stream.
     """
 
     def __init__(self, seed: int, *, device: torch.device | str = "cpu") -> None:

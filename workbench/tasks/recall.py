@@ -25,13 +25,6 @@ class AssociativeRecall(SequenceTask):
     A sequence consists of ``n_pairs`` pairs (key, value), padding, and the query key. The keys of a sequence differ.
     The paper does not state how keys and values share the vocabulary; here keys are from the lower half (without token
     0, the padding) and values from the upper half, so that they cannot be confused.
-
-    Attributes:
-        length: Tokens in a sequence.
-        vocab_size: Tokens in the vocabulary.
-        n_pairs: Pairs in a sequence.
-        batch_size: Sequences in a batch.
-        seed: Seed of the stream of batches.
     """
 
     name: ClassVar[str] = "associative_recall"

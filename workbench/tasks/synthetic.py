@@ -29,15 +29,6 @@ class SyntheticLM(SequenceTask):
     A segment is a repeated pattern of 2 to 5 tokens, a run of consecutive token ids, or a run of random tokens. Every
     sequence is a function of the seed, the split and its number. An epoch reads all sequences of the split once, in a
     different order each time; the last batch of an epoch is completed with sequences of the next.
-
-    Attributes:
-        length: Tokens in a sequence that the model reads; one more is generated, so that every position has a target.
-        vocab_size: Tokens in the vocabulary; ids below 10 do not occur.
-        batch_size: Sequences in a batch.
-        seed: Seed of the sequences and their order.
-        split: ``"train"`` or ``"validation"``.
-        n_sequences: Sequences in the training split.
-        n_validation_sequences: Sequences in the validation split, generated independently of the training split.
     """
 
     name: ClassVar[str] = "synthetic_lm"
@@ -130,13 +121,6 @@ def segments(generator: random.Random, *, vocab_size: int = 10_000) -> Iterator[
     The following is not in the paper: the kinds are equally likely and independent; lengths and counts are uniform over
     their ranges; random tokens are uniform over the ids from 10 up and may repeat; integer runs stay below
     ``vocab_size``; there is no separator between segments; the last segment is truncated at the end of the sequence.
-
-    Args:
-        generator: Generator of the random numbers.
-        vocab_size: Upper bound of the token ids, exclusive.
-
-    Yields:
-        The kind of the segment, and its tokens.
     """
     vocabulary = range(FIRST_TOKEN, vocab_size)
 

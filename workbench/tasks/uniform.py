@@ -21,12 +21,6 @@ class RandomTokens(SequenceTask):
 
     The lowest possible loss is ln ``vocab_size`` nats. The paper does not state length and vocabulary; the defaults are
     those of associative recall.
-
-    Attributes:
-        length: Tokens in a sequence.
-        vocab_size: Tokens in the vocabulary, all equally likely.
-        batch_size: Sequences in a batch.
-        seed: Seed of the stream of batches.
     """
 
     name: ClassVar[str] = "random_tokens"

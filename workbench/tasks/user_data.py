@@ -94,13 +94,7 @@ def as_task(source: Any, *, batch_size: PositiveInt = 32, seed: Seed = 0) -> Tas
 
 
 class DataTask:
-    """Task from data that can be read repeatedly; created by `as_task`.
-
-    Args:
-        source: Yields the raw batches of one epoch each time it is iterated over.
-        seed: Seed of all random choices of the source.
-        description: Further entries of the description.
-    """
+    """Task from data that can be read repeatedly; created by `as_task`."""
 
     def __init__(self, source: Iterable[Any], *, seed: int, description: Mapping[str, str | int]) -> None:
         self._source = source
@@ -114,12 +108,7 @@ class DataTask:
 
     @checked
     def stream(self, start: NonNegativeInt = 0) -> Iterator[tuple[Inputs, Tensor]]:
-        """Return an endless iterator over the batches of all epochs, from number ``start`` on.
-
-        Raises:
-            OptionError: If ``start`` is negative.
-            WorkbenchError: If a batch has an unknown form, or the source is exhausted.
-        """
+        """Return an endless iterator over the batches of all epochs, from number ``start`` on."""
         return map(as_batch, islice(self._raw_batches(), start, None))
 
     @checked
@@ -131,9 +120,6 @@ class DataTask:
 
         Args:
             n_tokens: Number of token states; if an epoch has fewer, all of them are returned.
-
-        Raises:
-            OptionError: If ``n_tokens`` is below 1.
         """
         if n_tokens not in self._probes:
             draws = PrivateDraws(self._own_generators)
@@ -172,12 +158,7 @@ class DataTask:
 
 
 class OneShotTask:
-    """Task from a generator, which can be read only once and from the beginning; created by `as_task`.
-
-    Args:
-        source: Yields batches.
-        seed: Seed of the random numbers that the source draws from the global generators.
-    """
+    """Task from a generator, which can be read only once and from the beginning; created by `as_task`."""
 
     def __init__(self, source: Iterator[Any], *, seed: int) -> None:
         draws = PrivateDraws(OwnGenerators(source))
@@ -197,11 +178,7 @@ class OneShotTask:
 
     @checked
     def stream(self, start: NonNegativeInt = 0) -> Iterator[tuple[Inputs, Tensor]]:
-        """Return an iterator over the batches; it can be called once.
-
-        Raises:
-            WorkbenchError: If ``start`` is not 0, or on a second call.
-        """
+        """Return an iterator over the batches; it can be called once."""
         if start or self._is_streaming:
             raise WorkbenchError(
                 "A one-shot source can be read only once and from the beginning; to resume or repeat a run, pass one "
@@ -212,12 +189,7 @@ class OneShotTask:
 
     @checked
     def probe(self, n_tokens: PositiveInt) -> Inputs:
-        """Return the first batches, merged; if training has not begun, they are read ahead and kept for training.
-
-        Raises:
-            OptionError: If ``n_tokens`` is below 1.
-            WorkbenchError: If training has begun and too few batches were read before.
-        """
+        """Return the first batches, merged; if training has not begun, they are read ahead and kept for training."""
         known = enough_inputs(self._read_ahead, n_tokens)
         if sum(map(n_states, known)) < n_tokens and not self._has_ended:
             if self._is_streaming:
@@ -345,12 +317,7 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 
 
 class OwnGenerators:
-    """Random generators that a source keeps as attributes, and their initial states.
-
-    Args:
-        source: A DataLoader or another iterable; its attributes are searched, and those of its dataset, samplers,
-            transforms and collate function.
-    """
+    """Random generators that a source keeps as attributes, and their initial states."""
 
     def __init__(self, source: Any) -> None:
         self._generators = _find_generators(source)
@@ -376,9 +343,6 @@ class PrivateDraws:
 
     The generators of the source begin in their initial states; the global ones are seeded in each epoch. Outside the
     blocks of `active`, all of them have the states of the rest of the process.
-
-    Args:
-        own: Generators of the source.
     """
 
     def __init__(self, own: OwnGenerators) -> None:

@@ -162,13 +162,7 @@ class _Stack:
 
 
 def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
-    """Return the parameters of a model or the tensors of a checkpoint by name, and a description of the source.
-
-    Raises:
-        AnatomyError: If the source is neither a model nor a path.
-        CheckpointError: If the checkpoint cannot be read, or a parameter has no values, is sharded or is quantized.
-        OptionError: If the weights are parametrized.
-    """
+    """Return the parameters of a model or the tensors of a checkpoint by name, and a description of the source."""
     if isinstance(source, (str, os.PathLike)):
         path = Path(source).expanduser()
         return lazy_state(path), str(path)
@@ -199,11 +193,7 @@ def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
 def _planned(
     state: dict[str, LazyTensor], layers: Collection[int] | None, min_size: int
 ) -> tuple[list[_Stack], list[str]]:
-    """Return the tensors to measure, and a line for each tensor of two or more dimensions that is left out.
-
-    Raises:
-        OptionError: If there is no such layer.
-    """
+    """Return the tensors to measure, and a line for each tensor of two or more dimensions that is left out."""
     stacks = [
         _Stack(name, tuple(tensor.shape), layer_of(name), role_of(name, state))
         for name, tensor in state.items()
@@ -256,11 +246,7 @@ def _require_same(planned: list[_Stack], others: list[_Stack], described: str) -
 
 
 def _measured(name: str, matrix: Tensor, other: Tensor | None) -> dict[str, Any]:
-    """Return all variables of one matrix.
-
-    Raises:
-        CheckpointError: If a value is not finite.
-    """
+    """Return all variables of one matrix."""
     s, reference_norm = _singular_values(matrix, other)
     norm = frobenius_norm(s)
     if not torch.isfinite(norm.square()) or not np.isfinite(reference_norm):
@@ -378,12 +364,7 @@ def layer_of(name: str) -> int:
 
 
 def role_of(name: str, names: Collection[str]) -> str:
-    """Return the role that a name states, such as "attention query" or "expert down"; empty if it is not certain.
-
-    Args:
-        name: Name of a tensor.
-        names: All names of the checkpoint.
-    """
+    """Return the role that a name states, such as "attention query" or "expert down"; empty if it is not certain."""
     stem = name.removesuffix(".weight").lower()
     if stem == "output":  # in GGUF files and in the original files of Llama
         return "head"

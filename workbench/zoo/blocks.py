@@ -63,12 +63,7 @@ class ResidualBlock(nn.Module, ABC):
 
 
 class Block(ResidualBlock):
-    """Residual block of a transformer, with an attention and an MLP branch that are normalized as by ``config.norm``.
-
-    Args:
-        config: Configuration, see `ArchitectureConfig`.
-        mlp: MLP branch.
-    """
+    """Residual block of a transformer, with an attention and an MLP branch normalized as by ``config.norm``."""
 
     def __init__(self, config: ArchitectureConfig, mlp: Branch) -> None:
         super().__init__()

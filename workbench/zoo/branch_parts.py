@@ -39,11 +39,7 @@ class ScalarBias(nn.Module):
 
 
 class ScalarScale(nn.Module):
-    """The map a x with one scalar a per branch (the multiplier of Fixup, the alpha of ReZero).
-
-    Args:
-        start: Initial value of a.
-    """
+    """The map a x with one scalar a per branch (the multiplier of Fixup, the alpha of ReZero)."""
 
     def __init__(self, start: float) -> None:
         super().__init__()

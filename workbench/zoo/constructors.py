@@ -31,9 +31,6 @@ class VisionTransformer(ZooModel):
 
     There is no class token: the input of the classifier is the mean of all normalized tokens, so that every state of
     the stream belongs to a patch.
-
-    Args:
-        config: Configuration, see `ArchitectureConfig`.
     """
 
     def __init__(self, config: ArchitectureConfig) -> None:
@@ -51,9 +48,6 @@ class VisionTransformer(ZooModel):
 
         Args:
             images: Images, shape (batch, channel, height, width).
-
-        Raises:
-            OptionError: If the images have another shape than the configuration states.
         """
         x = self.patch_embedding(self._patches(images))
         if self.position_embedding is not None:
@@ -489,11 +483,7 @@ def _on_meta(config: ArchitectureConfig) -> ZooModel:
 
 @torch.no_grad()
 def initialize(model: ZooModel) -> None:
-    """Initialize the parameters of a model as the docstring of this module describes.
-
-    Args:
-        model: Model, whose embeddings are already tied if the configuration ties them.
-    """
+    """Initialize the parameters of a model as the docstring of this module describes."""
     config = model.config
     generator = torch.Generator().manual_seed(config.seed)
     is_filled: set[int] = set()

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 class Decoder(ZooModel):
-    """Base class of language models: token (and position) embedding, residual blocks, a last norm and an output head.
-
-    Args:
-        config: Configuration, see `ArchitectureConfig`.
-    """
+    """Base class of language models: token (and position) embedding, residual blocks, last norm and output head."""
 
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__(config)
@@ -40,9 +36,6 @@ class Decoder(ZooModel):
 
         Args:
             tokens: Token ids, shape (batch, token).
-
-        Raises:
-            OptionError: If the sequences are longer than ``max_length``.
         """
         if tokens.shape[-1] > self.config.max_length:
             raise OptionError(
@@ -59,11 +52,7 @@ class Decoder(ZooModel):
     @staticmethod
     @abstractmethod
     def make_block(config: ArchitectureConfig) -> ResidualBlock:
-        """Create one residual block of the family.
-
-        Args:
-            config: Configuration of the model.
-        """
+        """Create one residual block of the family."""
 
     def tie(self) -> None:
         """Let the head share the weight of the token embedding if the configuration ties them."""

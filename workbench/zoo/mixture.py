@@ -24,9 +24,6 @@ class MoeTransformer(Decoder):
     With RMSNorm, rotary positions, SwiGLU experts and no biases (`mixtral_style`) it computes the same function as
     Mixtral (Jiang et al. 2024, arXiv:2401.04088). By default it differs from the Pre-LN transformer only in the MLP, so
     that the two can be compared.
-
-    Args:
-        config: Configuration, see `ArchitectureConfig`.
     """
 
     @staticmethod
@@ -41,9 +38,6 @@ class MoeTransformer(Decoder):
             0-dim tensors. ``balance``: see `balance_loss`; computed per block, so that blocks do not compensate each
             other. ``z``: mean squared log-sum-exp of the logits (ST-MoE, Zoph et al. 2022, arXiv:2202.08906). They have
             gradients if the forward pass had.
-
-        Raises:
-            WorkbenchError: If there was no forward pass yet.
         """
         mlps = [block.mlp for block in self.blocks if isinstance(block, Block)]
         logits = [mlp.logits for mlp in mlps if isinstance(mlp, MoeMlp) and mlp.logits is not None]

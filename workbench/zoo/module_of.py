@@ -20,11 +20,7 @@ class HoldsModel(Protocol):
 
 
 def module_of(model: HoldsModel | nn.Module) -> nn.Module:
-    """Return the module of a subject; a module, or another object with ``get_parameter``, is returned unchanged.
-
-    Raises:
-        AnatomyError: If it is not a module, or is one that runs no hooks.
-    """
+    """Return the module of a subject; a module, or another object with ``get_parameter``, is returned unchanged."""
     module: Any = held_module(model)
     if isinstance(module, torch.jit.ScriptModule):
         raise AnatomyError(

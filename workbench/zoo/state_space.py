@@ -25,9 +25,6 @@ class Mamba(Decoder):
     It computes the same function as the Mamba of the transformers library. The scan processes one token at a time with
     standard torch operations. It is portable and differentiable to any order, and its cost is linear in the number of
     tokens, forward and backward.
-
-    Args:
-        config: Configuration, see `ArchitectureConfig`.
     """
 
     @staticmethod
@@ -40,9 +37,6 @@ class MambaBlock(ResidualBlock):
     """Residual block x + mixer(norm(x)), without attention or MLP.
 
     It has about half as many parameters as a block of a transformer.
-
-    Args:
-        config: Configuration, see `ArchitectureConfig`.
     """
 
     def __init__(self, config: ArchitectureConfig) -> None:
