@@ -1,8 +1,8 @@
-from .activations import activation_max as activation_max
-from .activations import kurtosis as kurtosis
-from .activations import massive_activations as massive_activations
-from .activations import outlier_ratio as outlier_ratio
-from .activations import state_norm as state_norm
+from .probe_pass import activation_max as activation_max
+from .probe_pass import kurtosis as kurtosis
+from .probe_pass import massive_activations as massive_activations
+from .probe_pass import outlier_ratio as outlier_ratio
+from .probe_pass import state_norm as state_norm
 from .attention_health import qk_update_spectrum as qk_update_spectrum
 from .curvature import preconditioned_sharpness as preconditioned_sharpness
 from .curvature import sharpness as sharpness
