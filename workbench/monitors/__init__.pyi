@@ -1,8 +1,3 @@
-from .probe_pass import activation_max as activation_max
-from .probe_pass import kurtosis as kurtosis
-from .probe_pass import massive_activations as massive_activations
-from .probe_pass import outlier_ratio as outlier_ratio
-from .probe_pass import state_norm as state_norm
 from .attention_health import qk_update_spectrum as qk_update_spectrum
 from .curvature import preconditioned_sharpness as preconditioned_sharpness
 from .curvature import sharpness as sharpness
@@ -17,6 +12,11 @@ from .optimizer_health import gradient_signal_share as gradient_signal_share
 from .optimizer_health import unchanged_share as unchanged_share
 from .optimizer_health import update_ratio as update_ratio
 from .probe_pass import ModelProbe as ModelProbe
+from .probe_pass import activation_max as activation_max
+from .probe_pass import kurtosis as kurtosis
+from .probe_pass import massive_activations as massive_activations
+from .probe_pass import outlier_ratio as outlier_ratio
+from .probe_pass import state_norm as state_norm
 from .router_health import dead_experts as dead_experts
 from .router_health import expert_load as expert_load
 from .router_health import max_violation as max_violation

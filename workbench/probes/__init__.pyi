@@ -1,5 +1,5 @@
-from .failed_pass import BadTensor as BadTensor
 from .batch import BatchProbe as BatchProbe
+from .failed_pass import BadTensor as BadTensor
 from .failed_pass import first_bad_tensor as first_bad_tensor
 from .gradient_agreement import GradientAgreement as GradientAgreement
 from .gradient_agreement import GradientVerdict as GradientVerdict
