@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Generic, Literal, Optional, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Generic, Literal, Optional, TypedDict, TypeVar, get_args
 
 from workbench.errors import OptionError, require_known, require_listed
 from workbench.option_checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, checked
@@ -65,6 +65,48 @@ else:
     Option = Optional
 #: Value that selects the default of the family.
 DEFAULT: Any = None
+
+
+class ArchitectureOptions(TypedDict, total=False):
+    """Options of `ArchitectureConfig`, except family and norm, as arguments of the functions of the families."""
+
+    d_model: int
+    n_layers: int
+    norm_eps: float | None
+    vocab_size: int
+    max_length: int
+    ties_embeddings: bool
+    n_heads: int
+    n_kv_heads: int | None
+    position: Position
+    rotary_base: float | None
+    qk_norm: bool
+    window: int | None
+    is_parallel: bool
+    has_bias: bool
+    mlp: MlpKind
+    mlp_ratio: float | None
+    mlp_width: int | None
+    n_experts: int
+    top_k: int
+    normalizes_top_k: bool
+    balance_coefficient: float
+    z_coefficient: float
+    state_size: int
+    conv_width: int
+    expand: int
+    n_grid: int
+    spline_order: int
+    spline_range: float
+    spline_std: float
+    image_size: int
+    patch_size: int
+    n_channels: int
+    n_classes: int
+    initialization: Initialization
+    init_std: float
+    scales_residual_init: bool
+    seed: int
 
 
 @checked

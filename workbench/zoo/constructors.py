@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import torch
 from torch import nn
 
 from workbench.errors import OptionError
-from workbench.zoo.architecture_config import ArchitectureConfig, Initialization, MlpKind, Norm, Position
+from workbench.zoo.architecture_config import ArchitectureConfig, ArchitectureOptions, Family, Norm, defaults
 from workbench.zoo.blocks import Block, ResidualBlock, ZooModel, deep_norm_constants, final_norm
 from workbench.zoo.branch_parts import ScalarBias, ScalarScale
 from workbench.zoo.decoders import KanTransformer, Transformer
@@ -69,6 +70,7 @@ class VisionTransformer(ZooModel):
         return grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
 
 
+Constructor = TypeVar("Constructor", bound=Callable[..., ZooModel])
 _CLASSES: dict[str, type[ZooModel]] = {
     "transformer": Transformer,
     "moe": MoeTransformer,
@@ -134,31 +136,34 @@ def is_zoo_model(model: HoldsModel | nn.Module) -> bool:
     return isinstance(module_of(model), ZooModel)
 
 
-def transformer(
-    norm: Norm = "pre_ln",
-    *,
-    d_model: int = 128,
-    n_layers: int = 4,
-    norm_eps: float | None = None,
-    vocab_size: int = 256,
-    max_length: int = 64,
-    ties_embeddings: bool = False,
-    n_heads: int = 4,
-    n_kv_heads: int | None = None,
-    position: Position = "learned",
-    qk_norm: bool = False,
-    is_parallel: bool = False,
-    has_bias: bool = True,
-    rotary_base: float | None = None,
-    window: int | None = None,
-    mlp: MlpKind = "gelu",
-    mlp_ratio: float | None = None,
-    mlp_width: int | None = None,
-    initialization: Initialization = "normal",
-    init_std: float = 0.02,
-    scales_residual_init: bool = False,
-    seed: int = 0,
-) -> Transformer:
+#: Defaults of presets that differ from those of their family.
+_GPT2: ArchitectureOptions = {"mlp": "gelu_tanh", "ties_embeddings": True, "scales_residual_init": True}
+_LLAMA: ArchitectureOptions = {"norm_eps": 1e-05, "position": "rotary", "mlp": "swiglu", "has_bias": False}
+
+
+def _family(family: Family, preset: ArchitectureOptions | None = None) -> Callable[[Constructor], Constructor]:
+    """Return a decorator that shows the options of a family and their defaults in the signature of its function."""
+
+    def decorate(function: Constructor) -> Constructor:
+        given = dict(inspect.signature(function).parameters)
+        types = {name: each.__forward_arg__ for name, each in ArchitectureOptions.__annotations__.items()}
+        others = {**defaults(family), **(preset or {})}
+        function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [each for name, each in given.items() if name != "options"]
+            + [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=types[name])
+                for name, value in others.items()
+                if name not in given
+            ],
+            return_annotation=inspect.signature(function).return_annotation,
+        )
+        return function
+
+    return decorate
+
+
+@_family("transformer")
+def transformer(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> Transformer:
     """Build a decoder-only transformer.
 
     `ArchitectureConfig` explains the options. None turns an option off, or derives it from the others.
@@ -180,39 +185,11 @@ def transformer(
         `workbench.zoo.ArchitectureConfig`: Explains the options.
         `workbench.train`: Trains the model.
     """
-    return _build("transformer", locals())
+    return _build("transformer", norm=norm, **options)
 
 
-def moe(
-    norm: Norm = "pre_ln",
-    *,
-    d_model: int = 128,
-    n_layers: int = 4,
-    norm_eps: float | None = None,
-    vocab_size: int = 256,
-    max_length: int = 64,
-    ties_embeddings: bool = False,
-    n_heads: int = 4,
-    n_kv_heads: int | None = None,
-    position: Position = "learned",
-    qk_norm: bool = False,
-    is_parallel: bool = False,
-    has_bias: bool = True,
-    rotary_base: float | None = None,
-    window: int | None = None,
-    mlp: MlpKind = "gelu",
-    mlp_ratio: float | None = None,
-    mlp_width: int | None = None,
-    n_experts: int = 8,
-    top_k: int = 2,
-    normalizes_top_k: bool | None = None,
-    balance_coefficient: float = 0.01,
-    z_coefficient: float = 0.001,
-    initialization: Initialization = "normal",
-    init_std: float = 0.02,
-    scales_residual_init: bool = False,
-    seed: int = 0,
-) -> MoeTransformer:
+@_family("moe")
+def moe(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> MoeTransformer:
     """Build a mixture of experts; `ArchitectureConfig` explains the options.
 
     Example:
@@ -226,26 +203,11 @@ def moe(
     See Also:
         `workbench.zoo.mixtral_style`: Builds a model like Mixtral.
     """
-    return _build("moe", locals())
+    return _build("moe", norm=norm, **options)
 
 
-def mamba(
-    *,
-    d_model: int = 128,
-    n_layers: int = 4,
-    norm: Norm = "rms_norm",
-    norm_eps: float | None = None,
-    vocab_size: int = 256,
-    max_length: int = 64,
-    ties_embeddings: bool = False,
-    has_bias: bool = False,
-    state_size: int = 16,
-    conv_width: int = 4,
-    expand: int = 2,
-    init_std: float = 0.02,
-    scales_residual_init: bool = False,
-    seed: int = 0,
-) -> Mamba:
+@_family("mamba")
+def mamba(*, norm: Norm = "rms_norm", **options: Unpack[ArchitectureOptions]) -> Mamba:
     """Build a stack of selective state-space blocks; `ArchitectureConfig` explains the options.
 
     Example:
@@ -258,37 +220,11 @@ def mamba(
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("mamba", locals())
+    return _build("mamba", norm=norm, **options)
 
 
-def kan(
-    norm: Norm = "pre_ln",
-    *,
-    d_model: int = 128,
-    n_layers: int = 4,
-    norm_eps: float | None = None,
-    vocab_size: int = 256,
-    max_length: int = 64,
-    ties_embeddings: bool = False,
-    n_heads: int = 4,
-    n_kv_heads: int | None = None,
-    position: Position = "learned",
-    qk_norm: bool = False,
-    is_parallel: bool = False,
-    has_bias: bool = True,
-    rotary_base: float | None = None,
-    window: int | None = None,
-    mlp_ratio: float | None = None,
-    mlp_width: int | None = None,
-    n_grid: int = 4,
-    spline_order: int = 3,
-    spline_range: float = 3.0,
-    spline_std: float = 0.1,
-    initialization: Initialization = "normal",
-    init_std: float = 0.02,
-    scales_residual_init: bool = False,
-    seed: int = 0,
-) -> KanTransformer:
+@_family("kan")
+def kan(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> KanTransformer:
     """Build a transformer whose MLPs are splines; `ArchitectureConfig` explains the options.
 
     Example:
@@ -301,33 +237,11 @@ def kan(
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("kan", locals())
+    return _build("kan", norm=norm, **options)
 
 
-def vit(
-    norm: Norm = "pre_ln",
-    *,
-    d_model: int = 128,
-    n_layers: int = 4,
-    norm_eps: float | None = None,
-    image_size: int = 32,
-    patch_size: int = 4,
-    n_channels: int = 3,
-    n_classes: int = 10,
-    n_heads: int = 4,
-    n_kv_heads: int | None = None,
-    position: Position = "learned",
-    qk_norm: bool = False,
-    is_parallel: bool = False,
-    has_bias: bool = True,
-    mlp: MlpKind = "gelu",
-    mlp_ratio: float | None = None,
-    mlp_width: int | None = None,
-    initialization: Initialization = "normal",
-    init_std: float = 0.02,
-    scales_residual_init: bool = False,
-    seed: int = 0,
-) -> VisionTransformer:
+@_family("vit")
+def vit(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> VisionTransformer:
     """Build a vision transformer; `ArchitectureConfig` explains the options.
 
     Example:
@@ -340,34 +254,11 @@ def vit(
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("vit", locals())
+    return _build("vit", norm=norm, **options)
 
 
-def gpt2_style(
-    *,
-    d_model: int = 128,
-    n_layers: int = 4,
-    norm: Norm = "pre_ln",
-    norm_eps: float | None = None,
-    vocab_size: int = 256,
-    max_length: int = 64,
-    ties_embeddings: bool = True,
-    n_heads: int = 4,
-    n_kv_heads: int | None = None,
-    position: Position = "learned",
-    qk_norm: bool = False,
-    is_parallel: bool = False,
-    has_bias: bool = True,
-    rotary_base: float | None = None,
-    window: int | None = None,
-    mlp: MlpKind = "gelu_tanh",
-    mlp_ratio: float | None = None,
-    mlp_width: int | None = None,
-    initialization: Initialization = "normal",
-    init_std: float = 0.02,
-    scales_residual_init: bool = True,
-    seed: int = 0,
-) -> Transformer:
+@_family("transformer", _GPT2)
+def gpt2_style(*, norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> Transformer:
     """Build a transformer like GPT-2: Pre-LN, learned positions, tanh-GELU, tied embeddings, scaled initial residuals.
 
     The dropout of GPT-2 is omitted. `ArchitectureConfig` explains the options.
@@ -381,34 +272,11 @@ def gpt2_style(
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("transformer", locals())
+    return _build("transformer", norm=norm, **(_GPT2 | options))
 
 
-def llama_style(
-    *,
-    d_model: int = 128,
-    n_layers: int = 4,
-    norm: Norm = "rms_norm",
-    norm_eps: float = 1e-05,
-    vocab_size: int = 256,
-    max_length: int = 64,
-    ties_embeddings: bool = False,
-    n_heads: int = 4,
-    n_kv_heads: int | None = None,
-    position: Position = "rotary",
-    qk_norm: bool = False,
-    is_parallel: bool = False,
-    has_bias: bool = False,
-    rotary_base: float | None = None,
-    window: int | None = None,
-    mlp: MlpKind = "swiglu",
-    mlp_ratio: float | None = None,
-    mlp_width: int | None = None,
-    initialization: Initialization = "normal",
-    init_std: float = 0.02,
-    scales_residual_init: bool = False,
-    seed: int = 0,
-) -> Transformer:
+@_family("transformer", _LLAMA)
+def llama_style(*, norm: Norm = "rms_norm", **options: Unpack[ArchitectureOptions]) -> Transformer:
     """Build a transformer like Llama: RMSNorm, rotary positions, SwiGLU, no biases.
 
     ``n_kv_heads`` selects grouped-query attention, which larger versions of Llama have. `ArchitectureConfig` explains
@@ -423,39 +291,11 @@ def llama_style(
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("transformer", locals())
+    return _build("transformer", norm=norm, **(_LLAMA | options))
 
 
-def mixtral_style(
-    *,
-    d_model: int = 128,
-    n_layers: int = 4,
-    norm: Norm = "rms_norm",
-    norm_eps: float = 1e-05,
-    vocab_size: int = 256,
-    max_length: int = 64,
-    ties_embeddings: bool = False,
-    n_heads: int = 4,
-    n_kv_heads: int | None = None,
-    position: Position = "rotary",
-    qk_norm: bool = False,
-    is_parallel: bool = False,
-    has_bias: bool = False,
-    rotary_base: float | None = None,
-    window: int | None = None,
-    mlp: MlpKind = "swiglu",
-    mlp_ratio: float | None = None,
-    mlp_width: int | None = None,
-    n_experts: int = 8,
-    top_k: int = 2,
-    normalizes_top_k: bool | None = None,
-    balance_coefficient: float = 0.01,
-    z_coefficient: float = 0.001,
-    initialization: Initialization = "normal",
-    init_std: float = 0.02,
-    scales_residual_init: bool = False,
-    seed: int = 0,
-) -> MoeTransformer:
+@_family("moe", _LLAMA)
+def mixtral_style(*, norm: Norm = "rms_norm", **options: Unpack[ArchitectureOptions]) -> MoeTransformer:
     """Build a mixture of experts like Mixtral: `llama_style` with two of eight experts per token.
 
     `ArchitectureConfig` explains the options.
@@ -469,10 +309,10 @@ def mixtral_style(
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("moe", locals())
+    return _build("moe", norm=norm, **(_LLAMA | options))
 
 
-def _build(family: str, options: Mapping[str, Any]) -> Any:
+def _build(family: str, **options: Any) -> Any:
     return build(ArchitectureConfig.from_dict({**options, "family": family}))
 
 
