@@ -32,6 +32,7 @@ from workbench.io.background_writer import RecordingWarning
 from workbench.koopman.spectra import RankWarning
 from workbench.scaling.coordinate_checks import layer_outputs
 from workbench.training.callback import TrainingRun
+from workbench.zoo.constructors import is_zoo_model
 
 N_WORDS, N_ROWS, N_TOKENS = 32, 4, 8
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2}
@@ -178,7 +179,7 @@ def opened(of, folder):
 
 
 def saved(of, folder):
-    if wb.zoo.is_zoo_model(of.model):
+    if is_zoo_model(of.model):
         wb.save_checkpoint(of.model, folder / "saved")
     with pytest.raises(wb.WorkbenchError):
         wb.save_checkpoint(of.model, folder / "saved")
@@ -271,10 +272,6 @@ def optimizers(of, _):
         mup = wb.baselines.MuP(base_width=8)
         assert mup.multiplier(of.model) == 2
         mup.optimizer(of.model, 1e-3)([w for w in of.model.parameters() if w.requires_grad])
-
-
-def kind_read(of, _):
-    assert wb.zoo.is_zoo_model(of.model) == (of.name in ZOO)
 
 
 def curved(of, _):
@@ -379,7 +376,6 @@ CALLS = {
     ),
     "optimizers": Call(optimizers, ("TrainingPlan.optimizer_for", *MUP)),
     "copies": Call(lambda of, _: wb.baselines.plain_copy(of.model), ("baselines.plain_copy",)),
-    "kinds": Call(kind_read, ("zoo.is_zoo_model",)),
     "assessment": Call(assessed, ("assess",), frozenset({"llama"}), (0.1,)),
 }
 #: Public calls that train a model or change it on purpose.

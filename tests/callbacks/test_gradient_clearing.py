@@ -7,7 +7,7 @@ import torch
 
 import workbench as wb
 from tests.callbacks.test_recorder import dense, loss_of, task  # noqa: F401
-from workbench.probes import GradientVerdict
+from workbench.probes.gradient_agreement import GradientVerdict
 
 N_STEPS, N_PARTS = 6, 3
 

@@ -8,7 +8,7 @@ from scipy.stats import chi2
 
 from tests.data_scripts import script_with_others
 from tests.docs.page_numbers import ROOT, check_page, page_module
-from workbench.probes import BatchProbe
+from workbench.probes.batch import BatchProbe
 
 pytestmark = pytest.mark.recorded
 

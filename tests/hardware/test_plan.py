@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.about import about, says
 from workbench.errors import OptionError
-from workbench.hardware import AssessmentPlan, read_plan
+from workbench.hardware import read_plan
+from workbench.hardware.plan_files import AssessmentPlan
 from workbench.hardware.plan_sections import DTYPES, ORDERS, SECTIONS
 from workbench.models.model_sizes import model_sizes
 from workbench.tasks.images import Digits

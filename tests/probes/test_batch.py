@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tests.about import about
 from workbench.errors import OptionError
-from workbench.probes import BatchProbe
-from workbench.probes.batch import lookahead
+from workbench.probes.batch import BatchProbe, lookahead
 
 
 def entropy(ids):

@@ -11,6 +11,7 @@ import workbench as wb
 from tests.about import says
 from tests.zoo.zoo_models import IMAGE, MAKERS, TEXT, inputs_for, perturbed
 from workbench.errors import OptionError
+from workbench.zoo.constructors import is_zoo_model
 
 every_model = pytest.mark.parametrize("name", MAKERS)
 every_text_model = pytest.mark.parametrize("name", [name for name in MAKERS if not name.startswith("vit")])
@@ -91,7 +92,7 @@ def test_the_configuration_builds_the_same_model(name):
     assert again.config == model.config
     state = again.state_dict()
     assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
-    assert wb.zoo.is_zoo_model(model)
+    assert is_zoo_model(model)
 
 
 @pytest.mark.parametrize("family", wb.zoo.FAMILIES)

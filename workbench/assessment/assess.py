@@ -26,7 +26,8 @@ from workbench.assessment.standard_start import with_standard_start
 from workbench.assessment.structure import measure_structure
 from workbench.assessment.verdict import column_state, summary_of, verdict_of
 from workbench.errors import AnatomyError
-from workbench.hardware import AssessmentPlan, assess_hardware, read_plan
+from workbench.hardware import assess_hardware, read_plan
+from workbench.hardware.plan_files import AssessmentPlan
 from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning

@@ -9,7 +9,7 @@ from workbench.models.model_sizes import model_sizes
 
 if TYPE_CHECKING:
     from workbench.assessment.measured_model import MeasuredModel
-    from workbench.hardware import AssessmentPlan
+    from workbench.hardware.plan_files import AssessmentPlan
 
 
 def flops_per_token(measured: MeasuredModel, plan: AssessmentPlan) -> float:

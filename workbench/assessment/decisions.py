@@ -21,7 +21,7 @@ from workbench.training.training_plan import DEFAULT_RATE
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.hardware import AssessmentPlan
+    from workbench.hardware.plan_files import AssessmentPlan
 
 #: Failure mode -> monitors to record during training, by part and name of the recorder, and why.
 _WATCH = {

@@ -17,7 +17,8 @@ from workbench.assessment.measured_model import MeasuredModel, measured_model, p
 from workbench.callbacks.train import train
 from workbench.errors import OptionError
 from workbench.formatting import counted
-from workbench.hardware import AssessmentPlan, read_plan
+from workbench.hardware import read_plan
+from workbench.hardware.plan_files import AssessmentPlan
 from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.models.losses import token_loss

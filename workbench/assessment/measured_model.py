@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from workbench.hardware import AssessmentPlan
+    from workbench.hardware.plan_files import AssessmentPlan
     from workbench.tasks import Task
 
 #: Designs with at most this number of parameters are measured at full size, larger ones as a proxy model.

@@ -12,9 +12,9 @@ See Also:
 """
 
 from workbench.hardware.hardware_assessment import assess_hardware
-from workbench.hardware.plan_files import AssessmentPlan, read_plan
+from workbench.hardware.plan_files import read_plan
 from workbench.option_checks import publish
 
-__all__ = ["AssessmentPlan", "assess_hardware", "read_plan"]
+__all__ = ["assess_hardware", "read_plan"]
 
 __dir__ = publish(__name__)

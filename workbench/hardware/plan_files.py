@@ -51,16 +51,6 @@ class AssessmentPlan:
         hardware: Devices and number formats.
         target: The target size.
         budget: Maximum number of tokens or operations.
-
-    Example:
-        >>> import workbench as wb
-        >>> plan = wb.hardware.AssessmentPlan()
-        >>> plan.training.n_steps, plan.batch_size, plan.compute_dtype
-        (1000, 32, torch.float32)
-
-    See Also:
-        `workbench.hardware.read_plan`: Reads a plan.
-        `workbench.assess`: Assesses a plan.
     """
 
     training: TrainingSection = field(default_factory=TrainingSection)
@@ -254,7 +244,6 @@ def read_plan(source: str | os.PathLike[str] | Mapping[str, Any] | AssessmentPla
         (0.0003, 64)
 
     See Also:
-        `workbench.hardware.AssessmentPlan`: Describes the plan.
         `workbench.assess`: Assesses a plan.
     """
     if isinstance(source, AssessmentPlan):

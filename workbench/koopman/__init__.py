@@ -13,7 +13,7 @@ See Also:
     `workbench.profile`: Spectra of all layers of a model.
 """
 
-from workbench.koopman.dmd import WhitenedOperator, whitened_operator
+from workbench.koopman.dmd import whitened_operator
 from workbench.koopman.measures import mass_fractions, near_unit_mass
 from workbench.koopman.modes import eigenmodes
 from workbench.koopman.moments import SnapshotMoments
@@ -25,7 +25,6 @@ __all__ = [
     "RankWarning",
     "SnapshotMoments",
     "SnapshotSketch",
-    "WhitenedOperator",
     "eigenmodes",
     "kreiss_constant",
     "layer_spectra",

@@ -68,18 +68,6 @@ class WhitenedOperator:
             in the paper's formula, unless a rank was requested.
         covariance_condition: Ratio of the largest to the smallest eigenvalue of C_xx in use.
         n_snapshots: N.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-        >>> operator = wb.koopman.whitened_operator(wb.koopman.SnapshotMoments(4).update(x, 0.5 * x))
-        >>> operator.rank, operator.n_snapshots, tuple(operator.matrix.shape)
-        (4, 64, (4, 4))
-
-    See Also:
-        `workbench.koopman.whitened_operator`: Computes it.
-        `workbench.koopman.eigenmodes`: Computes its eigenvalues and eigenvectors.
     """
 
     matrix: Tensor

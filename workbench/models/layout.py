@@ -148,7 +148,7 @@ def _documented_axis(model: nn.Module, inputs: Any) -> int | None:
     """Return the axis of the inputs that counts sequences if it is documented for the model, else None."""
     if any(value.ndim > 3 for value in _tensors(inputs)):
         return 0  # images and videos: convolutions expect the batch first
-    from workbench.zoo import is_zoo_model
+    from workbench.zoo.constructors import is_zoo_model
 
     modules = [cls.__module__.split(".") for cls in type(model).__mro__]
     if is_zoo_model(model) or any(parts[0] == "transformers" for parts in modules):

@@ -1,15 +1,7 @@
-from .batch import BatchProbe as BatchProbe
-from .failed_pass import BadTensor as BadTensor
 from .failed_pass import first_bad_tensor as first_bad_tensor
-from .gradient_agreement import GradientAgreement as GradientAgreement
-from .gradient_agreement import GradientVerdict as GradientVerdict
-from .gradient_agreement import ProjectedGradients as ProjectedGradients
 from .gradient_comparison import compare_gradients as compare_gradients
 from .gradient_projections import GradientProjections as GradientProjections
-from .precision import BrokenArithmetic as BrokenArithmetic
 from .precision import broken_arithmetic as broken_arithmetic
 from .precision import precision_errors as precision_errors
-from .reduction import KnownAnswer as KnownAnswer
 from .reduction import known_answer_all_reduce as known_answer_all_reduce
-from .update import UpdateEffect as UpdateEffect
 from .update import update_effect as update_effect

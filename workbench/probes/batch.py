@@ -32,20 +32,6 @@ class BatchProbe:
 
     Raises:
         OptionError: If ``n_recent`` is negative.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> probe = wb.probes.BatchProbe()
-        >>> batch = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-        >>> {name: round(float(value), 3) for name, value in probe.take(batch).items()}
-        {'token_entropy': 2.079, 'repeated_examples': 0.0, 'repeated_batch': 0.0}
-        >>> float(probe.take(batch)["repeated_examples"])
-        1.0
-
-    See Also:
-        `workbench.Recorder`: Measures every training batch.
-        `workbench.Alarms`: Raises an alarm if a data loader repeats itself.
     """
 
     @checked

@@ -85,7 +85,6 @@ def first_bad_tensor(model: Subject | nn.Module, loss_of: LossOf, *, around: Aro
         ('0', 'output', 1, 'exp', 100.0)
 
     See Also:
-        `workbench.probes.BadTensor`: The result.
         `workbench.diagnose`: Ranks the causes of a failed run.
     """
     module = bare(unwrap(model))
@@ -356,14 +355,6 @@ class BadTensor:
             code outside of every module. None if there is none, and in the forward pass.
         operation: Operation of torch that computed the tensor, such as "exp" or "SqrtBackward0"; empty if unknown.
         suggestion: Probable cause; empty if none is certain.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.probes.BadTensor("mlp", "output", "forward", 2, 64, 91.0, operation="exp").sentence
-        'Forward pass: mlp returns 2 of 64 values that are not finite, by exp of finite values of at most 91.'
-
-    See Also:
-        `workbench.probes.first_bad_tensor`: Finds it.
     """
 
     module: str

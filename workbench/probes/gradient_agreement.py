@@ -14,16 +14,7 @@ from workbench.formatting import counted, listed, number_in_words
 
 
 class GradientVerdict(StrEnum):
-    """Verdict on the gradients that the optimizer received, for a step or one parameter, by increasing severity.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.probes.GradientVerdict("stale").is_fault
-        True
-
-    See Also:
-        `workbench.probes.GradientAgreement`: Contains the verdicts.
-    """
+    """Verdict on the gradients that the optimizer received, for a step or one parameter, by increasing severity."""
 
     AS_COMPUTED = "as computed"
     SCALED = "scaled parameter by parameter"
@@ -78,17 +69,6 @@ class ProjectedGradients:
 
     Raises:
         OptionError: If shapes do not match, or a format is not a floating-point format.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> g = np.ones((2, 1, 8))
-        >>> wb.probes.ProjectedGradients(g, g, g, np.ones((2, 1)), np.ones(1), ("float32",)).n_ranks
-        2
-
-    See Also:
-        `workbench.probes.GradientProjections`: Computes the projections.
-        `workbench.probes.compare_gradients`: Compares them.
     """
 
     computed: np.ndarray
@@ -150,21 +130,6 @@ class GradientAgreement:
         n_bits: Approximate number of significant bits at low precision (24 in float32, 8 in bfloat16); NaN otherwise.
         receivers: Ranks that received gradients with this verdict.
         reason: Why nothing was measured; empty otherwise.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> model = torch.nn.Linear(3, 2)
-        >>> with wb.probes.GradientProjections(model.parameters()) as projections:
-        ...     model(torch.ones(4, 3)).square().sum().backward()
-        ...     model.bias.grad.zero_()
-        ...     found = wb.probes.compare_gradients(projections.take())
-        tensor([0., 0.])
-        >>> found.parameters(wb.probes.GradientVerdict.PARAMETERS_MISSING)
-        (1,)
-
-    See Also:
-        `workbench.probes.compare_gradients`: Computes it.
     """
 
     verdict: GradientVerdict

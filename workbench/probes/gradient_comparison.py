@@ -55,16 +55,15 @@ def compare_gradients(step: ProjectedGradients, earlier: Sequence[ProjectedGradi
         OptionError: If an earlier step has other parameters, ranks or projections.
 
     Example:
-        >>> import numpy as np
+        >>> import torch
         >>> import workbench as wb
-        >>> computed = np.random.default_rng(0).normal(size=(2, 3, 8))
-        >>> received = np.repeat(computed.mean(0, keepdims=True), 2, axis=0)
-        >>> received[:, 1] = 0
-        >>> step = wb.probes.ProjectedGradients(
-        ...     computed, computed, received, np.ones((2, 3)), np.full(3, 10), ("float32",) * 3
-        ... )
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with wb.probes.GradientProjections(model.parameters()) as projections:
+        ...     model(torch.ones(4, 3)).square().sum().backward()
+        ...     model.bias.grad = torch.zeros(2)
+        ...     step = projections.take()
         >>> wb.probes.compare_gradients(step).sentence
-        'The optimizer receives zeros although gradients were computed, in 1 of 3 parameters.'
+        'The optimizer receives zeros although gradients were computed, in 1 of 2 parameters.'
 
     See Also:
         `workbench.probes.GradientProjections`: Computes the projections of a step.

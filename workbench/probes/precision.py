@@ -146,14 +146,6 @@ class BrokenArithmetic:
         head: Head of its attention; -1 for the entire block.
         error: Relative error of the gradient there.
         excess: Ratio of the error to that explained by rounding.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.probes.BrokenArithmetic(layer=1, head=2, error=0.03, excess=12_000.0).sentence.partition(":")[0]
-        'The gradient of the queries of layer 1, head 2, has an error of 3 %, 12,000 times what rounding explains'
-
-    See Also:
-        `workbench.probes.broken_arithmetic`: Finds it.
     """
 
     layer: int

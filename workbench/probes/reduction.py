@@ -33,16 +33,6 @@ class KnownAnswer:
         errors: Largest relative error of a number to which only one rank contributes, shape (receiver, rank), unit 1;
             infinite if it is not finite.
         sums_are_exact: Whether the numbers to which all ranks contribute are correct, shape (receiver,).
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> weights, errors = np.array([[1.0, 0.0]] * 2), np.array([[0.0, 1.0]] * 2)
-        >>> wb.probes.KnownAnswer("float32", weights, errors, np.ones(2, dtype=bool)).sentence
-        'The contribution of rank 1 is missing in the sum over 2 ranks.'
-
-    See Also:
-        `workbench.probes.known_answer_all_reduce`: Computes it.
     """
 
     dtype: str
@@ -136,7 +126,6 @@ def known_answer_all_reduce(like: Tensor) -> KnownAnswer:
 
     See Also:
         `workbench.probes.compare_gradients`: Compares the gradients of a step themselves.
-        `workbench.probes.KnownAnswer`: The result.
     """
     name = str(like.dtype).removeprefix("torch.")
     if name not in _FORMATS:

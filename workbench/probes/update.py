@@ -26,14 +26,6 @@ class UpdateEffect(NamedTuple):
     Attributes:
         change: Loss after the update minus loss before it, in nat for a cross entropy.
         predicted: Inner product of the gradient before the update with the change of the parameters, in the same unit.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.probes.UpdateEffect(change=-0.5, predicted=-1.0).change
-        -0.5
-
-    See Also:
-        `workbench.probes.update_effect`: Computes it.
     """
 
     change: float

@@ -1,9 +1,6 @@
 from .events import Event as Event
 from .runs import ACTIVATIONS as ACTIVATIONS
 from .runs import ATTENTION as ATTENTION
-from .runs import CONCAT_DIMS as CONCAT_DIMS
-from .runs import CURVATURE as CURVATURE
-from .runs import EVENT_PLACES as EVENT_PLACES
 from .runs import EVENTS as EVENTS
 from .runs import MONITORS as MONITORS
 from .runs import OPTIMIZER as OPTIMIZER
@@ -11,9 +8,5 @@ from .runs import PARTS as PARTS
 from .runs import ROUTER as ROUTER
 from .runs import SCHEMA_VERSION as SCHEMA_VERSION
 from .runs import SPECTRA as SPECTRA
-from .runs import SPECTRA_ATTRS as SPECTRA_ATTRS
-from .runs import SPECTRA_COUNTS as SPECTRA_COUNTS
 from .runs import Variable as Variable
-from .weights import WEIGHT_CHANGES as WEIGHT_CHANGES
-from .weights import WEIGHT_COORDS as WEIGHT_COORDS
 from .weights import WEIGHTS as WEIGHTS

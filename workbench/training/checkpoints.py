@@ -159,7 +159,7 @@ def _save_weights(model: nn.Module, folder: Path) -> None:
     from safetensors.torch import save_file
 
     from workbench.models.checkpoint import save_checkpoint
-    from workbench.zoo import is_zoo_model
+    from workbench.zoo.constructors import is_zoo_model
 
     if is_parametrized(model):
         save_file(_untied(model), folder / PARAMETRIZED)

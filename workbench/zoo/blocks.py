@@ -40,7 +40,6 @@ class ZooModel(nn.Module, ABC):
 
     See Also:
         `workbench.zoo.build`: Builds a model from a configuration.
-        `workbench.zoo.is_zoo_model`: Tests for this class.
     """
 
     blocks: nn.ModuleList

@@ -122,17 +122,7 @@ def count_parameters(config: ArchitectureConfig) -> int:
 
 
 def is_zoo_model(model: HoldsModel | nn.Module) -> bool:
-    """Return whether an `ArchitectureConfig` fully determines a model, so that `save_checkpoint` can save it.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> wb.zoo.is_zoo_model(wb.zoo.mamba(d_model=16, n_layers=1)), wb.zoo.is_zoo_model(torch.nn.Linear(4, 4))
-        (True, False)
-
-    See Also:
-        `workbench.save_checkpoint`: Saves models of the zoo.
-    """
+    """Return whether an `ArchitectureConfig` fully determines a model, so that `save_checkpoint` can save it."""
     return isinstance(module_of(model), ZooModel)
 
 
