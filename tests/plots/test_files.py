@@ -61,7 +61,6 @@ RUN_FIGURES = {
     "step_grid": (step_grid, "runs", {"steps": [0]}),
     "traces": (traces, "runs", {"variables": ["grad_norm", "near_unit_mass"]}),
     "radar": (radar, "comparison", {}),
-    "radar, overlaid": (radar, "comparison", {"overlay": True}),
     "layer_profile of runs": (layer_profile, "Pre-LN", {"step": 10, "measures": ["rank"]}),
     "eigenvalue_map of runs": (eigenvalue_map, "Pre-LN", {"step": "last"}),
     "explosion_edge": (explosion_edge, "outcomes", {}),
@@ -70,7 +69,7 @@ RUN_FIGURES = {
 
 
 #: Figures that another entry draws from other data.
-REPEATED = ("radar", "step_grid", "radar, overlaid", "layer_profile of runs", "eigenvalue_map of runs")
+REPEATED = ("radar", "step_grid", "layer_profile of runs", "eigenvalue_map of runs")
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in RUN_FIGURES])

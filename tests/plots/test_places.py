@@ -23,10 +23,6 @@ def losses(runs, **options):
     return traces(runs, variables=["loss", "near_unit_mass"], **options)
 
 
-def charts(runs, **options):
-    return radar(wb.compare(runs), overlay=True, **options)
-
-
 def bokeh_looks(figure):
     """Return label -> color, dash and marker of the glyphs of its legend entries."""
     looks = {}
@@ -66,8 +62,6 @@ LOOKS = {"bokeh": bokeh_looks, "matplotlib": matplotlib_looks}
         (losses, "matplotlib"),
         pytest.param(profiles, "matplotlib", marks=pytest.mark.slow),
         pytest.param(losses, "bokeh", marks=pytest.mark.slow),
-        pytest.param(charts, "bokeh", marks=pytest.mark.slow),
-        pytest.param(charts, "matplotlib", marks=pytest.mark.slow),
     ],
 )
 def test_styles_are_unchanged_if_models_are_omitted(runs, draw, backend):
@@ -92,4 +86,4 @@ def test_invalid_places_are_rejected(runs):
         losses(runs, places={"Pre-LN": 0, "none": 1})
     for place in (-1, 1.5, True, None):
         with pytest.raises(OptionError, check=about("places", place)):
-            charts(runs, places=PLACES | {"bare": place})
+            radar(wb.compare(runs), places=PLACES | {"bare": place})

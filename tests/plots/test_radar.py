@@ -60,8 +60,7 @@ def test_an_infinite_value_is_written_and_not_drawn(comparison):
     assert np.isinf(comparison.kreiss_constant.sel(architecture="none", source="ours"))
     axes = axes_of(comparison, measures)
     chart = RadarChart.of(comparison, axes, "none", 1)
-    assert Texts.of_one(axes, chart, has_key=False).at_axes[2].endswith("\n∞")
-    assert "none: Kreiss constant ∞" in Texts.of_all(axes, [chart]).key
+    assert Texts.of(axes, chart, has_key=False).at_axes[2].endswith("\n∞")
     assert np.isnan(outline(axes, chart.values["ours"])["x"][2])
     panel = next(iter(radar(comparison.sel(architecture=["none"]), measures=measures)))
     assert not panel.Polygons.keys()
@@ -69,14 +68,14 @@ def test_an_infinite_value_is_written_and_not_drawn(comparison):
 
 def test_texts(comparison):
     axes = axes_of(comparison)
-    texts = Texts.of_one(axes, RadarChart.of(comparison, axes, "none", 1), has_key=True)
+    texts = Texts.of(axes, RadarChart.of(comparison, axes, "none", 1), has_key=True)
     assert texts.note == "step 0, diverged at step 12"
     mass = float(comparison.near_unit_mass.sel(architecture="none", source="ours"))
     assert texts.at_axes[1] == f"near-unit\nmass M\n{mass:.2f} (0.79)"
     assert "expansive mass, near-unit mass M, nonlinearity ratio 0 to 1" in texts.key.replace("\xa0", " ")
     assert "spectral radius" in texts.key.replace("\xa0", " ")
     assert "logarithmic" in texts.key
-    assert Texts.of_one(axes, RadarChart.of(comparison, axes, "bare", 2), has_key=False).note == "no published values"
+    assert Texts.of(axes, RadarChart.of(comparison, axes, "bare", 2), has_key=False).note == "no published values"
 
 
 def test_an_uninformative_architecture(comparison):
@@ -87,23 +86,18 @@ def test_an_uninformative_architecture(comparison):
     axes = axes_of(silent)
     chart = RadarChart.of(silent, axes, "Pre-LN", 0)
     assert chart.note == "step 0, update too small for a spectrum"
-    assert "Pre-LN: step 0, update too small for a spectrum" in Texts.of_all(axes, [chart]).key
     assert len(radar(silent)) == 3
 
 
 @pytest.mark.slow
-def test_one_chart_each_or_all_in_one(comparison):
+def test_each_architecture_has_a_chart(comparison):
     panels = bokeh_panels(radar(comparison))
     assert [panel.title.text for panel in panels] == ["Pre-LN", "none", "bare"]
-    assert len(radar(comparison, overlay=True)) == 1
-    labels = {curve.label for curve in next(iter(radar(comparison, overlay=True))) if type(curve).__name__ == "Curve"}
-    assert labels == {"Pre-LN", "none", "bare"}
 
 
 def test_a_comparison_without_published_values(runs, comparison):
     ours = comparison.sel(source=["ours"])
     assert len(radar(ours)) == 3
-    assert Texts.of_all(axes_of(ours), [RadarChart.of(ours, axes_of(ours), "bare", 0)]).key == ""
 
 
 def test_invalid_input_is_rejected(comparison, calm):

@@ -118,7 +118,7 @@ class RadarCharts:
         axes = axes_of(comparison, self.measures)
         for place, name in enumerate(self._arranged):
             chart = RadarChart.of(comparison, axes, name, place)
-            texts = Texts.of_one(axes, chart, has_key=place == 0)
+            texts = Texts.of(axes, chart, has_key=place == 0)
             note = notes[name] if chart.has_published else f"{notes[name]}, no published values"
             self.charts[name].write(axes, chart, texts.at_axes, note)
             self.key = texts.key or self.key

@@ -163,7 +163,7 @@ class Texts:
     at_axes: list[str]
 
     @classmethod
-    def of_one(cls, axes: list[RadarAxis], chart: RadarChart, *, has_key: bool) -> Texts:
+    def of(cls, axes: list[RadarAxis], chart: RadarChart, *, has_key: bool) -> Texts:
         """Return the texts of one architecture: its values at the axes, published ones in parentheses."""
         at_axes = []
         for axis, ours, published in zip(axes, chart.values["ours"], chart.values["published"], strict=True):
@@ -171,22 +171,6 @@ class Texts:
             at_axes.append(_at_axis(axis, three_digits(ours) + known))
         note = ", ".join(filter(None, [chart.note, "" if chart.has_published else "no published values"]))
         return cls(chart.name, note or " ", _scales(axes) if has_key else "", at_axes)
-
-    @classmethod
-    def of_all(cls, axes: list[RadarAxis], charts: list[RadarChart]) -> Texts:
-        """Return the texts of all architectures: ranges at the axes, and a key with the values that cannot be drawn."""
-        at_axes = [_at_axis(axis, axis.span + (", log" if axis.is_logarithmic else "")) for axis in axes]
-        lines = ["dashed: published values, at initialization"] if any(chart.has_published for chart in charts) else []
-        for chart in charts:
-            missing = [
-                f"{axis.title} {three_digits(value)}"
-                for axis, value in zip(axes, chart.values["ours"], strict=True)
-                if math.isnan(axis.place(value))
-            ]
-            if missing:
-                shown = chart.note if len(missing) == len(axes) else ", ".join(missing)
-                lines += textwrap.wrap(f"{chart.name}: {shown}", 70)
-        return cls("", " ", "\n".join(lines), at_axes)
 
 
 def _scales(axes: list[RadarAxis]) -> str:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-#: Largest number of outlines that are filled; more would hide each other.
-_N_FILLED = 4
 _RINGS = (0.25, 0.5, 0.75, 1.0)
 #: View of a chart: half its width, its bottom and its top, where the rim has radius 1.
 _WIDTH, _LOW, _HIGH = 1.95, -1.5, 1.5
+#: Height of a chart on the screen, in pixels.
+_HEIGHT = 285
 
 
 @redrawable
@@ -29,7 +29,6 @@ def radar(
     comparison: xr.Dataset,
     *,
     measures: Sequence[str] | None = None,
-    overlay: bool = False,
     columns: PositiveInt = 3,
     places: Mapping[str, NonNegativeInt] | None = None,
     backend: str = "bokeh",
@@ -38,14 +37,12 @@ def radar(
 
     Fractions range from 0 at the center to 1 at the rim. Measures without an upper bound have a logarithmic range of
     round numbers that covers all architectures and is stated in the figure. Published values are dashed with hollow
-    markers. A value that is unknown or infinite leaves a gap and is written as "–" or "∞".
+    markers, and in parentheses. A value that is unknown or infinite leaves a gap and is written as "–" or "∞".
 
     Args:
         comparison: Dataset from `workbench.compare`.
         measures: At least three variables with dims ``architecture`` and ``source``; None selects the expansive and the
             near-unit mass, the spectral radius, the nonlinearity ratio and the eigenvector condition.
-        overlay: Whether to draw all architectures in one chart, which is readable for about four. By default each has a
-            separate chart with its values as numbers, published ones in parentheses.
         columns: Charts per row.
         places: Style number (color, marker, dash) of each architecture, by name; None numbers them in the order given.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
@@ -77,42 +74,30 @@ def radar(
     ]
     with style.drawing(backend) as hv:
         draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
-        if overlay:
-            panels = [draw(hv, axes, charts, Texts.of_all(axes, charts))]
-        else:
-            corner = (len(charts) - 1) // columns * columns
-            panels = [
-                draw(hv, axes, [chart], Texts.of_one(axes, chart, has_key=index == corner))
-                for index, chart in enumerate(charts)
-            ]
+        corner = (len(charts) - 1) // columns * columns
+        panels = [
+            draw(hv, axes, chart, Texts.of(axes, chart, has_key=index == corner)) for index, chart in enumerate(charts)
+        ]
         layout = hv.Layout(panels).cols(columns)
         if backend == "matplotlib":
-            return layout.opts(
-                sublabel_format="",
-                tight=True,
-                hspace=0.1,
-                vspace=-0.1,
-                fig_size=150 if overlay else 100,
-                backend=backend,
-            )
+            return layout.opts(sublabel_format="", tight=True, hspace=0.1, vspace=-0.1, fig_size=100, backend=backend)
         return layout.opts(shared_axes=False, merge_tools=True, toolbar=None, backend=backend)
 
 
-def _elements(hv: Any, axes: list[RadarAxis], charts: list[RadarChart]) -> Iterator[tuple[str, Any, RadarChart | None]]:
-    """Yield what is drawn from bottom to top: kind, element without style, and its architecture."""
+def _elements(hv: Any, axes: list[RadarAxis], chart: RadarChart) -> Iterator[tuple[str, Any]]:
+    """Yield what is drawn from bottom to top: kind, and element without style."""
     dims = [hv.Dimension("x"), hv.Dimension("y")]
     rings = [np.array([axis.point(ring) for axis in [*axes, axes[0]]]) for ring in _RINGS]
     spokes = [np.array([(0.0, 0.0), axis.point(1.0)]) for axis in axes]
-    yield "grid", hv.Path(rings + spokes, dims), None
-    outlines = [(chart, source, outline(axes, chart.values[source])) for chart in charts for source in SOURCES]
-    for chart, source, columns in outlines:
-        if source == "ours" and len(charts) <= _N_FILLED and np.isfinite(columns["x"]).all():
-            yield "fill", hv.Polygons([{key: columns[key] for key in ("x", "y")}], dims, label=chart.name), chart
-    for chart, source, columns in outlines:
-        yield f"{source} line", hv.Curve((columns["x"], columns["y"]), *dims, label=chart.name), chart
-    for chart, source, columns in outlines:
+    yield "grid", hv.Path(rings + spokes, dims)
+    outlines = {source: outline(axes, chart.values[source]) for source in SOURCES}
+    if np.isfinite(outlines["ours"]["x"]).all():
+        yield "fill", hv.Polygons([{key: outlines["ours"][key] for key in ("x", "y")}], dims, label=chart.name)
+    for source, columns in outlines.items():
+        yield f"{source} line", hv.Curve((columns["x"], columns["y"]), *dims, label=chart.name)
+    for source, columns in outlines.items():
         table = labeled_points(axes, columns, who=f"{chart.name}, {source}")
-        yield f"{source} points", hv.Points(table, dims, ["value", "measure", "who"], label=chart.name), chart
+        yield f"{source} points", hv.Points(table, dims, ["value", "measure", "who"], label=chart.name)
 
 
 def _labels(hv: Any, axes: list[RadarAxis], texts: Texts) -> Iterator[tuple[Any, str, str]]:
@@ -126,14 +111,13 @@ def _labels(hv: Any, axes: list[RadarAxis], texts: Texts) -> Iterator[tuple[Any,
         yield hv.Labels(([x], [y], [text]), ["x", "y"], "text"), side, level
 
 
-def _draw_bokeh(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], texts: Texts) -> Any:
+def _draw_bokeh(hv: Any, axes: list[RadarAxis], chart: RadarChart, texts: Texts) -> Any:
     parts = []
-    for kind, element, chart in _elements(hv, axes, charts):
+    own = style.model_style(chart.place)
+    marker = own["marker"]
+    for kind, element in _elements(hv, axes, chart):
         options: dict[str, Any] = {"backend": "bokeh", "default_tools": []}
-        styling = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": ""}
-        color, marker = styling["color"], styling["marker"]
-        if kind.startswith("published") and len(charts) == 1:
-            color = style.NEUTRAL
+        color = own["color"] if kind == "fill" or kind.startswith("ours") else style.NEUTRAL
         hover = {"tools": ["hover"], "hover_tooltips": [("", "@who"), ("@measure", "@value")]}
         options |= {
             "grid": {"color": color, "alpha": 0.35, "line_width": 0.8},
@@ -150,30 +134,27 @@ def _draw_bokeh(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], texts:
     hooks = [style.dress_bokeh, _no_grid_bokeh, style.note_bokeh(texts.note)]
     if texts.key:
         hooks.append(style.note_bokeh(texts.key, place="below"))
-    height = 285 if len(charts) == 1 else 400
     return hv.Overlay(parts).opts(
         title=texts.title,
         xlim=(-_WIDTH, _WIDTH),
         ylim=(_LOW, _HIGH),
         xaxis=None,
         yaxis=None,
-        frame_width=round(height * 2 * _WIDTH / (_HIGH - _LOW)),
-        frame_height=height,
-        show_legend=len(charts) > 1,
-        legend_position="right",
+        frame_width=round(_HEIGHT * 2 * _WIDTH / (_HIGH - _LOW)),
+        frame_height=_HEIGHT,
+        show_legend=False,
         default_tools=[],
         hooks=hooks,
         backend="bokeh",
     )
 
 
-def _draw_matplotlib(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], texts: Texts) -> Any:
+def _draw_matplotlib(hv: Any, axes: list[RadarAxis], chart: RadarChart, texts: Texts) -> Any:
     parts = []
-    for kind, element, chart in _elements(hv, axes, charts):
-        styling = style.model_style(chart.place) if chart else {"color": style.NEUTRAL, "marker": "circle"}
-        color, marker = styling["color"], style.MATPLOTLIB_MARKERS[styling["marker"]]
-        if kind.startswith("published") and len(charts) == 1:
-            color = style.INK
+    own = style.model_style(chart.place)
+    marker = style.MATPLOTLIB_MARKERS[own["marker"]]
+    for kind, element in _elements(hv, axes, chart):
+        color = style.NEUTRAL if kind == "grid" else style.INK if kind.startswith("published") else own["color"]
         options = {
             "grid": {"color": color, "alpha": 0.35, "linewidth": 0.7},
             "fill": {"facecolor": color, "alpha": 0.16, "edgecolor": "none"},
@@ -188,8 +169,6 @@ def _draw_matplotlib(hv: Any, axes: list[RadarAxis], charts: list[RadarChart], t
         letters: dict[str, Any] = {"color": style.INK, "size": style.TICK_SIZE}
         parts.append(element.opts(horizontalalignment=side, verticalalignment=level, **letters, backend="matplotlib"))
     hooks = [_no_axes_matplotlib, style.title_matplotlib(texts.title, note=texts.note, key=texts.key)]
-    if len(charts) > 1:
-        hooks.append(_legend_matplotlib(charts))
     return hv.Overlay(parts).opts(
         title="",
         xlim=(-_WIDTH, _WIDTH),
@@ -210,24 +189,3 @@ def _no_grid_bokeh(plot: Any, element: Any) -> None:
 
 def _no_axes_matplotlib(plot: Any, element: Any) -> None:
     plot.handles["axis"].set_axis_off()
-
-
-def _legend_matplotlib(charts: list[RadarChart]) -> Any:
-    def hook(plot: Any, element: Any) -> None:
-        from matplotlib.lines import Line2D
-
-        handles = []
-        for chart in charts:
-            styling = style.model_style(chart.place)
-            marker = style.MATPLOTLIB_MARKERS[styling["marker"]]
-            handles.append(Line2D([], [], color=styling["color"], marker=marker, markersize=5, label=chart.name))
-        plot.handles["axis"].legend(
-            handles=handles,
-            loc="center left",
-            bbox_to_anchor=(1.02, 0.5),
-            frameon=False,
-            fontsize=style.TICK_SIZE,
-            labelcolor=style.INK,
-        )
-
-    return hook
