@@ -10,6 +10,7 @@ import numpy as np
 from workbench.option_checks import Fraction, NonNegativeInt
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
+from workbench.plots.primitives import Primitives
 from workbench.studies.outcomes import divergence_rates, largest_rate_without_explosion
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ _LABEL_GAP = 0.085
 _LABEL_FRACTION = 0.36
 #: Horizontal offset between controls at the same rate, as a fraction of the distance between two rates.
 _DODGE = 0.13
-_RATIO = 2.3
-_TITLE, _FRACTION = "Explosion edge", "fraction of runs that diverged"
+_FRACTION = "fraction of runs that diverged"
 
 
 @redrawable
@@ -68,8 +68,8 @@ def explosion_edge(
     edges = edges_of(outcomes, below=below)
     order = style.model_places([edge.control for edge in edges], places)
     with style.drawing(backend) as hv:
-        draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
-        return style.laid_out(hv, [draw(hv, edges, order, below)], backend, tight=True, fig_size=220)
+        draw = Primitives(hv, backend, "learning rate", _FRACTION)
+        return style.laid_out(hv, [_panel(draw, edges, order, below)], backend)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def dodged(rates: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [of_control * np.exp(shift) for of_control, shift in zip(rates, shifts, strict=True)]
 
 
-def _note(edges: Sequence[EdgeCurve], below: float) -> str:
+def _note(edges: Sequence[EdgeCurve], below: float) -> list[str]:
     counts = np.concatenate([edge.columns["n_runs"] for edge in edges])
     n_runs = f"{counts.min()}" if counts.min() == counts.max() else f"{counts.min()} to {counts.max()}"
     remarks = [
@@ -150,7 +150,7 @@ def _note(edges: Sequence[EdgeCurve], below: float) -> str:
     remarks += [
         f"{edge.control} not run at {', '.join(f'{x:g}' for x in edge.missing)}" for edge in edges if edge.missing
     ]
-    return "; ".join(remarks)
+    return remarks
 
 
 def _view(edges: Sequence[EdgeCurve]) -> tuple[list[float], float, tuple[float, float]]:
@@ -161,129 +161,35 @@ def _view(edges: Sequence[EdgeCurve]) -> tuple[list[float], float, tuple[float, 
     return rates, start, (left, start * np.exp(width * _LABEL_FRACTION / (1 - _LABEL_FRACTION)))
 
 
-def _elements(hv: Any, edges: Sequence[EdgeCurve], start: float) -> list[tuple[Any, Any, Any, Any, Any]]:
-    """Return by control: intervals, line, markers, marker of the largest rate with few divergences (or None), label."""
-    x, y = hv.Dimension("place", label="learning rate"), hv.Dimension("fraction", label=_FRACTION)
-    heights = spread([edge.columns["fraction"][-1] for edge in edges], _LABEL_GAP)
-    places = dodged([edge.columns["learning_rate"] for edge in edges])
-    elements = []
-    for edge, place, height in zip(edges, places, heights, strict=True):
-        columns = {"place": place, **edge.columns}
-        whiskers = hv.Segments((place, columns["low"], place, columns["high"]), ["place", "low", "place_", "high"])
-        line = hv.Curve(columns, x, y, label=edge.control)
-        dots = hv.Scatter(columns, x, [y, "learning_rate", "low", "high", "n_runs"], label=edge.control)
-        ring = None
-        if edge.largest is not None:
-            ring = hv.Scatter({k: v[[edge.largest]] for k, v in columns.items()}, x, y, label=edge.control)
-        elements.append(
-            (
-                whiskers,
-                line,
-                dots,
-                ring,
-                hv.Text(start, height, edge.label, halign="left", fontsize=style.TICK_SIZE - 1),
-            )
-        )
-    return elements
-
-
-def _draw_bokeh(hv: Any, edges: Sequence[EdgeCurve], places: Sequence[int], below: float) -> Any:
+def _panel(draw: Primitives, edges: Sequence[EdgeCurve], order: Sequence[int], below: float) -> Any:
     rates, start, span = _view(edges)
-    rule = hv.HLine(below).opts(color=style.NEUTRAL, line_width=1, line_dash="dashed", backend="bokeh")
-    lines = [rule]
-    for place, edge, (whiskers, line, dots, ring, label) in zip(
-        places, edges, _elements(hv, edges, start), strict=True
+    draw.line(span, [below, below], color=style.NEUTRAL, dash="dashed", width=1)
+    heights = spread([edge.columns["fraction"][-1] for edge in edges], _LABEL_GAP)
+    for edge, x, height, place in zip(
+        edges, dodged([edge.columns["learning_rate"] for edge in edges]), heights, order, strict=True
     ):
-        styling = style.model_style(place)
-        color, options = styling["color"], {"color": styling["color"], "marker": styling["marker"], "backend": "bokeh"}
+        look, columns = style.model_style(place), edge.columns
+        color, marker, fraction = look["color"], look["marker"], columns["fraction"]
         tips = [
             ("", edge.control),
             ("learning rate", "@learning_rate"),
-            ("diverged", "@fraction{0 %} of @n_runs runs"),
+            ("diverged", "$y{0 %} of @n_runs runs"),
             ("95 % interval", "@low{0 %} to @high{0 %}"),
         ]
-        lines.append(whiskers.opts(color=color, line_width=1.2, line_alpha=0.6, backend="bokeh"))
-        lines.append(line.opts(color=color, line_dash=styling["dash"], line_width=2, backend="bokeh"))
-        lines.append(dots.opts(size=7, tools=["hover"], hover_tooltips=tips, **options))
-        if ring is not None:
-            lines.append(ring.opts(size=17, fill_alpha=0.35, line_width=2, **options))
-        lines.append(label.opts(text_color=color, text_font_size="9.5pt", backend="bokeh"))
-    return hv.Overlay(lines).opts(
-        title=_TITLE,
-        xlim=span,
-        ylim=(-0.04, 1.04),
-        logx=True,
-        xlabel="learning rate",
-        ylabel=_FRACTION,
-        xticks=rates,
-        frame_width=720,
-        frame_height=300,
-        show_grid=True,
-        show_legend=False,
-        default_tools=[],
-        tools=["pan", "xwheel_zoom", "box_zoom", "reset", "save"],
-        active_tools=[],
-        hooks=[style.dress_bokeh, _axes_bokeh, style.note_bokeh(_note(edges, below))],
-        backend="bokeh",
+        shown = {name: columns[name] for name in ("learning_rate", "low", "high", "n_runs")}
+        draw.bars(x, columns["low"], x, columns["high"], color=color, width=1.2, alpha=0.6)
+        draw.line(x, fraction, color=color, dash=look["dash"], width=2)
+        draw.dots(x, fraction, color=color, marker=marker, size=7, columns=shown, tips=tips)
+        if edge.largest is not None:
+            draw.dots(x[[edge.largest]], fraction[[edge.largest]], color=color, marker=marker, size=17, alpha=0.35)
+        draw.words(start, height, edge.label, color=color)
+    return draw.panel(
+        title="Explosion edge",
+        note=_note(edges, below),
+        view=(span, (-0.04, 1.04)),
+        size=(720, 300),
+        names=("learning rate", _FRACTION),
+        ticks=(rates, None),
+        formats=("plain", "percent"),
+        is_log=(True, False),
     )
-
-
-def _draw_matplotlib(hv: Any, edges: Sequence[EdgeCurve], places: Sequence[int], below: float) -> Any:
-    rates, start, span = _view(edges)
-    rule = hv.HLine(below).opts(color=style.NEUTRAL, linewidth=0.8, linestyle="dashed", backend="matplotlib")
-    lines = [rule]
-    for place, (whiskers, line, dots, ring, label) in zip(places, _elements(hv, edges, start), strict=True):
-        styling = style.model_style(place)
-        color, marker = styling["color"], style.MATPLOTLIB_MARKERS[styling["marker"]]
-        lines.append(whiskers.opts(color=color, linewidth=0.9, alpha=0.6, backend="matplotlib"))
-        lines.append(line.opts(color=color, linestyle=styling["dash"], linewidth=1.4, backend="matplotlib"))
-        lines.append(dots.opts(color=color, marker=marker, s=22, edgecolors="none", backend="matplotlib"))
-        if ring is not None:
-            lines.append(
-                ring.opts(color=color, marker=marker, s=130, alpha=0.4, edgecolors="none", backend="matplotlib")
-            )
-        lines.append(label.opts(color=color, backend="matplotlib"))
-    return hv.Overlay(lines).opts(
-        title="",
-        xlim=span,
-        ylim=(-0.04, 1.04),
-        logx=True,
-        xlabel="learning rate",
-        ylabel=_FRACTION,
-        show_legend=False,
-        aspect=_RATIO,
-        fig_inches=(7.6, 3.3),
-        hooks=[
-            style.dress_matplotlib,
-            _axes_matplotlib(rates),
-            style.title_matplotlib(_TITLE, note=_note(edges, below)),
-        ],
-        backend="matplotlib",
-    )
-
-
-def _axes_bokeh(plot: Any, element: Any) -> None:
-    """Format the x axis as plain numbers and the y axis in percent, as a holoviews hook."""
-    from bokeh.models import BasicTickFormatter, NumeralTickFormatter
-
-    for axis in plot.state.xaxis:
-        axis.formatter = BasicTickFormatter(power_limit_high=6, power_limit_low=-6)
-    for axis in plot.state.yaxis:
-        axis.formatter = NumeralTickFormatter(format="0 %")
-
-
-def _axes_matplotlib(rates: Sequence[float]) -> Any:
-    """Return a holoviews hook: plain numbers on the x axis, percent on the y axis."""
-
-    def hook(plot: Any, element: Any) -> None:
-        from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, StrMethodFormatter
-
-        axis = plot.handles["axis"]
-        axis.set_aspect("auto")
-        axis.set_box_aspect(1 / _RATIO)
-        axis.xaxis.set_major_locator(FixedLocator(rates))
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.yaxis.set_major_formatter(PercentFormatter(1.0))
-
-    return hook
