@@ -82,9 +82,9 @@ def test_the_result_has_its_provenance(found: xr.Dataset) -> None:
 
 
 def test_settings_of_hazards_are_keys_of_a_plan() -> None:
-    from workbench.hardware.plan_sections import HardwareSection, TrainingSection
+    from workbench.hardware.plan_sections import keys_of
 
-    known = {*HardwareSection.model_fields, *TrainingSection.model_fields}
+    known = {*keys_of("hardware"), *keys_of("training")}
     for hazard in HAZARDS:
         assert hazard.setting in known
         assert hazard.remedy_setting in known

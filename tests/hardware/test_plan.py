@@ -130,11 +130,8 @@ def test_invalid_plans_are_rejected(sections: dict, name: str, value: object) ->
         ({"hardwre": {}}, "The plan has no section 'hardwre'; the nearest is 'hardware'"),
         ({"data_parallel": 8}, "The key 'data_parallel' is outside of a section; it belongs to [hardware]."),
         ({"hardware": {"n_steps": 4}}, "[hardware] has no key 'n_steps'; it belongs to [training]."),
-        (
-            {"hardware": {"data_parallel": 2.4}},
-            "[hardware]: data_parallel must be an integer, got 2.4; the nearest is 2",
-        ),
-        ({"hardware": {"gradient_dtype": "bloat16"}}, "the nearest is 'bfloat16'."),
+        ({"hardware": {"data_parallel": 2.4}}, "[hardware]: data_parallel must be an integer of at least 1, got 2.4."),
+        ({"hardware": {"gradient_dtype": "bloat16"}}, "one of 'float32', 'bfloat16', 'float16', got 'bloat16'."),
         ({"training": {"optimizer": "SGD", "optimizer_options": {"beta": 1}}}, "[training]: "),
     ],
 )

@@ -19,6 +19,7 @@ from workbench.hardware.plan_sections import (
     TargetSection,
     TaskSection,
     TrainingSection,
+    keys_of,
     nearest,
     read_section,
     task_options,
@@ -265,7 +266,7 @@ def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
     found: dict[str, Any] = {}
     for title, keys in sections.items():
         if title not in SECTIONS:
-            if not isinstance(keys, Mapping) and any(title in _keys(other) for other in SECTIONS):
+            if not isinstance(keys, Mapping) and any(title in keys_of(other) for other in SECTIONS if other != "task"):
                 raise unknown_key(title, "")
             raise OptionError(
                 f"The plan has no section '{title}'; the nearest is '{nearest(str(title), SECTIONS)}', of "
@@ -273,11 +274,6 @@ def _from_mapping(sections: Mapping[str, Any]) -> AssessmentPlan:
             )
         found[title] = read_section(title, keys)
     return AssessmentPlan(**found)
-
-
-def _keys(title: str) -> set[str]:
-    """Return the keys of a section; none for the task, whose keys depend on its name."""
-    return set() if title == "task" else set(SECTIONS[title].model_fields)
 
 
 def _undivided(sizes: Any, n: int) -> str:
