@@ -26,7 +26,6 @@ from torch.nn.functional import cross_entropy
 
 import workbench as wb
 from tests.model_state import differences, frozen, output_of, state_of, state_of_optimizer, state_of_process, structure
-from workbench.callbacks.kss import Shaper
 from workbench.diagnosis import check_fits
 from workbench.io.background_writer import RecordingWarning
 from workbench.koopman.spectra import RankWarning
@@ -217,7 +216,7 @@ def broken(of, _):
 def shaped(of, _):
     with wb.KSS.recommended().attach(of.model, of.optimizer) as shaper:
         shaper.read_anatomy(of.inputs)
-    Shaper(wb.KSS(), of.model, of.optimizer).detach()
+    wb.KSS().attach(of.model, of.optimizer).detach()
 
 
 def penalized(of, _):

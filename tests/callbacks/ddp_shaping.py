@@ -179,7 +179,7 @@ def in_lightning(rank):
 
     class Observer(lightning.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen.append(callback.attachment.callbacks.callbacks[0].shaper.last)
+            seen.append(callback.attachment.callbacks.callbacks[0].last)
 
     trainer = lightning.Trainer(
         max_steps=3, accelerator="cpu", devices=N_RANKS, strategy="ddp", logger=False, use_distributed_sampler=False,

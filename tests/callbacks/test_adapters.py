@@ -1,6 +1,5 @@
 """The adapters: several trainings with one callback, checkpoints of the first version, and the example of the docs."""
 
-import json
 import re
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ import workbench as wb
 from tests.about import says
 from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
 from tests.callbacks.test_kss_loops import gpt2
-from tests.callbacks.test_kss_shaper import kss_with
 from tests.small_training import same_weights
 from workbench.callbacks.gathering import gather
 from workbench.errors import StoreError
@@ -68,70 +66,10 @@ class TestOneCallbackForSeveralTrainings:
             model = gpt2()
             guard.setup(TrainingRun(model, torch.optim.SGD(model.parameters(), 0.1), lambda event: None))
             if resumes:
-                guard.load_state_dict({"rate_factor": 0.5, "n_skipped": 0, "n_answered": 0, "unsound": []})
+                guard.load_state_dict({"rate_factor": 0.5, "n_answered": 0, "unsound": []})
             guard.begin()
             assert guard.rate_factor == factor
             guard.end()
-
-
-def states_of_the_first_version(now):
-    """Return the states of a checkpoint as written by the first version, which had callbacks for KSS and recorder."""
-    states = {"KSSCallback": {"options": now["kss"]["options"], "shaper": now["kss"]["state"]}}
-    return states | {"RecorderCallback": now["guard"]["state"]["recorder"]}
-
-
-@pytest.mark.framework
-@pytest.mark.slow
-class TestCheckpointsOfTheFirstVersion:
-    def test_of_a_hugging_face_trainer(self, tmp_path):
-        options = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
-        uninterrupted = without_dropout(gpt2)
-        parts = (
-            kss_with(layers="half", n_snapshots=24),
-            wb.Recorder(tmp_path / "uninterrupted.zarr", every={"attention": 2}),
-        )
-        trainer(uninterrupted, tmp_path, wb.trainer_callback(*parts), **options).train()
-        file = tmp_path / "checkpoint-3" / "trainer_state.json"
-        state = json.loads(file.read_text())
-        now = state["stateful_callbacks"].pop("WorkbenchCallback")["attributes"]["saved"]
-        for name, saved in states_of_the_first_version(now).items():
-            state["stateful_callbacks"][name] = {"args": {}, "attributes": {"saved": saved}}
-        file.write_text(json.dumps(state))
-        resumed, kss = without_dropout(gpt2), kss_with(layers="half", n_snapshots=24, strength=7.0)
-        recorder = wb.Recorder(tmp_path / "resumed.zarr", every={"attention": 2})
-        subject = trainer(resumed, tmp_path / "resumed", wb.trainer_callback(kss, recorder), **options)
-        subject.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-        assert kss.strength == 1.0
-        assert same_weights(resumed, uninterrupted)
-        complete, second = (wb.open_run(tmp_path / f"{name}.zarr") for name in ("uninterrupted", "resumed"))
-        assert second["monitors"]["step"].values.tolist() == [3, 4, 5]
-        # The measurements use the probe of the first half, which does not occur again in the data.
-        step = second["attention"]["step"].values
-        for name in ("entropy_mean", "max_logit") if "entropy_mean" in second["attention"] else ():
-            np.testing.assert_array_equal(second["attention"][name], complete["attention"][name].sel(step=step))
-
-    def test_of_lightning(self, lightning, task, tmp_path):  # noqa: F811
-        def parts(path, **options):
-            return kss_with(layers="half", n_snapshots=24, **options), wb.Recorder(path, every={"attention": 2})
-
-        data = {"task": task, "n_batches": 1}
-        uninterrupted, half = without_dropout(gpt2), without_dropout(gpt2)
-        callback = wb.lightning_callback(*parts(tmp_path / "uninterrupted.zarr"))
-        fit(lightning, lightning_module(lightning, uninterrupted), callback, n_steps=6, **data)
-        callback = wb.lightning_callback(*parts(tmp_path / "half.zarr"))
-        subject = fit(lightning, lightning_module(lightning, half), callback, n_steps=3, **data)
-        subject.save_checkpoint(tmp_path / "at-3.ckpt")
-        checkpoint = torch.load(tmp_path / "at-3.ckpt", weights_only=False)
-        checkpoint["callbacks"] = states_of_the_first_version(checkpoint["callbacks"]["WorkbenchCallback"])
-        torch.save(checkpoint, tmp_path / "first.ckpt")
-        kss, recorder = parts(tmp_path / "resumed.zarr", strength=7.0)
-        resumed = without_dropout(gpt2)
-        callback = wb.lightning_callback(kss, recorder)
-        options = {"n_steps": 6, "checkpoint": tmp_path / "first.ckpt", **data}
-        fit(lightning, lightning_module(lightning, resumed), callback, **options)
-        assert kss.strength == 1.0
-        assert same_weights(resumed, uninterrupted)
-        assert wb.open_run(tmp_path / "resumed.zarr")["monitors"]["step"].values.tolist() == [3, 4, 5]
 
 
 def example_of_the_docs():

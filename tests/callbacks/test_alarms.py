@@ -6,8 +6,7 @@ import xarray as xr
 
 from tests.about import about, says
 from workbench.callbacks.alarms import WATCHED, Alarms, Attributor, observations
-from workbench.callbacks.alarms.lead_times import lead_time
-from workbench.callbacks.alarms.replaying import replay
+from workbench.callbacks.alarms.replaying import lead_time, replay
 from workbench.callbacks.recorder import Observation
 from workbench.errors import OptionError, SchemaError
 

@@ -11,8 +11,7 @@ from tests.about import about, says
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from tests.training.test_resuming import assert_resumes_bit_for_bit
-from workbench.callbacks.baselines.penalties import pulled_back_square
-from workbench.callbacks.baselines.penalty_terms import PenaltyTerms
+from workbench.callbacks.baselines.penalties import PenaltyTerms, pulled_back_square
 from workbench.errors import AnatomyError, OptionError, StoreError
 
 baselines = wb.baselines

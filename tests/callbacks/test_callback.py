@@ -52,25 +52,6 @@ class TestUserDefinedCallbacks:
         np.testing.assert_array_equal(wb.open_run(tmp_path / "run.zarr")["monitors"]["n_seen"], [1, 2, 3, 4])
         assert [record.numbers["n_seen"] for record in records] == [1, 2, 3, 4]
 
-    @pytest.mark.framework
-    def test_in_a_hugging_face_trainer(self, tmp_path):
-        mine, recorder = NotesLosses(), wb.Recorder(tmp_path / "run.zarr", every=None)
-        subject = trainer(without_dropout(gpt2), tmp_path, wb.trainer_callback(mine, recorder), max_steps=4)
-        subject.train()
-        logged = [row["loss"] for row in subject.state.log_history if "loss" in row]
-        assert mine.seen == list(enumerate(logged))
-        assert events_of(tmp_path / "run.zarr", "loss seen") == [0, 1, 2, 3]
-
-    @pytest.mark.framework
-    def test_in_lightning(self, lightning, task, tmp_path):  # noqa: F811
-        mine, recorder = NotesLosses(), wb.Recorder(tmp_path / "run.zarr", every=None)
-        module = lightning_module(lightning, without_dropout(gpt2))
-        fit(lightning, module, wb.lightning_callback(mine, recorder), task=task)
-        assert [step for step, _ in mine.seen] == [0, 1, 2, 3]
-        run = wb.open_run(tmp_path / "run.zarr")
-        np.testing.assert_allclose([loss for _, loss in mine.seen], run["monitors"]["loss"], rtol=1e-6)
-        assert events_of(tmp_path / "run.zarr", "loss seen") == [0, 1, 2, 3]
-
     def test_the_state_is_part_of_the_checkpoints(self, make_model, task, tmp_path):
         class Counter(wb.Callback):
             n = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.callbacks.alarms.cumulative_sum import CumulativeSum
+from workbench.callbacks.alarms.run_evidence import CumulativeSum
 
 
 def sums(values, *, least_scale=0.01):

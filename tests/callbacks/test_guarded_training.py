@@ -135,46 +135,6 @@ def test_the_auxiliary_loss_is_switched_on_again():
     assert all((record.auxiliary_loss == 0) == (20 <= record.step < step) for record in records)
 
 
-def test_skipped_batches_are_drawn_but_not_used(tmp_path):
-    seen = []
-    model, task = model_and_task()
-
-    class NotesBatches:
-        def stream(self, start=0):
-            for index, batch in enumerate(task.stream(start), start):
-                seen.append(index)
-                yield batch
-
-        def probe(self, n_tokens):
-            return task.probe(n_tokens)
-
-        def describe(self):
-            return task.describe()
-
-    actions = Actions(skip=7, n_most=1)
-    run(
-        tmp_path / "a.zarr", model=model, task=NotesBatches(), recorder=recorder(), alarms=certain_alarms(),
-        actions=actions, checkpoint_every=5,
-    )  # fmt: skip
-    assert "7 batches are skipped" in actions.done[0].message
-    assert seen == list(range(47))
-
-
-def test_a_user_defined_function_overrides_the_policy(tmp_path):
-    requests = []
-
-    def decide(request):
-        requests.append(request)
-        return ("stop",) if len(requests) == 2 else ()
-
-    actions = Actions(call=decide, rest=0, otherwise=("cut_rate",), policy={})
-    run(recorder=recorder(), alarms=certain_alarms(), actions=actions)
-    assert requests[0].kinds == ("cut_rate",)
-    assert requests[0].attribution.cause == "large_rate"
-    assert requests[0].onset <= requests[0].alarm.step
-    assert [action.kind for action in actions.done] in (["stop"], [])
-
-
 def test_a_resumed_run_restores_the_effects_of_actions(tmp_path):
     def train(n_steps, model, **options):
         return run(
@@ -223,8 +183,6 @@ def test_a_recorder_with_its_own_store_is_rejected(tmp_path):
         ({"policy": {"large_rate": ("restart",)}}, about("policy", "restart", KINDS)),
         ({"otherwise": "restart"}, about("otherwise", "restart", KINDS)),
         ({"cut_rate": 2.0}, about("cut_rate", 2.0)),
-        ({"lowest_rate": 0.0}, about("lowest_rate", 0.0)),
-        ({"kss_factor": 1.0}, about("kss_factor", 1.0)),
         ({"n_most": 0}, about("n_most", 0)),
         ({"otherwise": ("kss",)}, says("acts on the KSS of the run, but kss is None; pass")),
     ],

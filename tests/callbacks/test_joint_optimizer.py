@@ -112,7 +112,7 @@ def test_what_is_no_optimizer_is_refused(given):
 
 
 def of_collector(optimizer, model, task, state):  # noqa: F811
-    from workbench.callbacks.recorder.full_parameters import OptimizedParameters
+    from workbench.callbacks.recorder.joint_optimizer import OptimizedParameters
 
     joint = JointOptimizer([optimizer])
     collector = UpdateCollector(joint, OptimizedParameters(model, joint), None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.about import about
 from workbench.callbacks.kss import ControlValues, KSSOptions, PenaltyShape
-from workbench.callbacks.kss.control import COUPLINGS, SIDES
+from workbench.callbacks.kss.control import COUPLINGS
 from workbench.errors import OptionError
 
 
@@ -65,10 +65,7 @@ def test_an_unknown_control_changes_nothing():
     ("make", "error"),
     [
         (lambda: KSSOptions(n_snapshots=2), about("n_snapshots", 2)),
-        (lambda: KSSOptions(side="inside"), about("side", "inside", SIDES)),
         (lambda: KSSOptions(coupling="loose"), about("coupling", "loose", COUPLINGS)),
-        (lambda: KSSOptions(trigger=-1.0), about("trigger", -1.0)),
-        (lambda: KSSOptions(skip_first=-1), about("skip_first", -1)),
         (lambda: setattr(wb.KSS(), "enabled", "False"), about("enabled", "False")),
     ],
 )

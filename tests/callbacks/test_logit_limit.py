@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from workbench.callbacks.alarms import Alarms, Observation
-from workbench.callbacks.alarms.logit_limit import LogitLimit
+from workbench.callbacks.alarms.absolute_limits import LogitLimit
 
 COORDS = {"layer": np.array([1, 4]), "head": np.arange(3)}
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.callbacks.alarms.loss_shift import LossShift
+from workbench.callbacks.alarms.run_evidence import LossShift
 from workbench.callbacks.alarms.watched import FALL, RISE
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from tests.about import about
 from workbench.callbacks.observation import Observation
-from workbench.callbacks.recorder.loggers import logging_observer, numbers
+from workbench.callbacks.recorder.recorder import logging_observer, numbers
 from workbench.errors import OptionError
 from workbench.io.background_writer import RecordingWarning
 

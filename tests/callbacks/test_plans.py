@@ -7,8 +7,7 @@ import pytest
 
 import workbench as wb
 from tests.about import about
-from workbench.callbacks.alarms.plans import planned_settings
-from workbench.callbacks.alarms.settings_sentinel import SettingsSentinel
+from workbench.callbacks.alarms.settings_sentinel import SettingsSentinel, planned_settings
 from workbench.callbacks.observation import changed_setting
 from workbench.errors import OptionError
 

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.callbacks.rate_schedules import FALLS, N_STEPS, PEAK, RISES, STEEP, by_hand, names, rates
-from workbench.callbacks.alarms.rate_rule import RateRule
-from workbench.callbacks.alarms.setting_rules import Moment
+from workbench.callbacks.alarms.setting_rules import Moment, RateRule
 
 
 def reports(values, noted=None):

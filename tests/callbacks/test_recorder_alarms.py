@@ -9,8 +9,6 @@ import workbench as wb
 from tests.about import says
 from tests.callbacks.certain_alarms import certain_alarms
 from workbench.callbacks.alarms import recorded_alarms, replay
-from workbench.callbacks.responding import Response, ResponseState
-from workbench.training.callback import TrainingRun
 
 pytestmark = pytest.mark.medium
 
@@ -121,22 +119,6 @@ def test_a_replay_rests_after_actions_of_the_run(parts):
     assert again.raised == live.raised
     assert all(alarm.step >= 52 for alarm in again.raised)
     assert replay(xr.DataTree.from_dict(tree), without)[0].step == 40
-
-
-def test_an_alarm_that_waits_for_more_evidence_still_waits_after_resuming(parts):
-    alarms = certain_alarms()
-    actions = wb.Actions(policy={}, otherwise=("stop",), wait=10)
-    alarm = wb.alarms.Alarm(100, "update_ratio", 0, -1, 1.5, 2.0, is_outcome=False, message="It rises.")
-    for is_resumed in (False, True):
-        run = TrainingRun(parts["model"], parts["optimizer"], lambda event: None)
-        response = Response(alarms, actions, None, ResponseState())
-        if is_resumed:
-            response.recall([alarm])
-        else:
-            assert response.answer([alarm], run, 101) == []
-        assert response.answer([], run, 110) == []
-        assert [action.kind for action in response.answer([], run, 111)] == ["stop"]
-        assert run.stop_reason
 
 
 def test_exceptions_of_on_alarm_are_passed_on(parts):

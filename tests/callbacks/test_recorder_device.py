@@ -12,16 +12,16 @@ from tests.callbacks import device_recording
 pytestmark = pytest.mark.subprocess
 
 #: File that reads the numbers of a part from the device -> number of waits of the host.
-OF_UPDATE = {"callbacks/recorder/logged_numbers.py": 1}
+OF_UPDATE = {"callbacks/recorder/options.py": 1}
 #: Singular values of five products are computed on the host, twice; the numbers do not grow with the depth.
 OF_PARTS = {
-    "attention": {"callbacks/recorder/query_keys.py": 1, "monitors/probe_pass.py": 1, "monitors/matrices.py": 12},
+    "attention": {"callbacks/recorder/probes.py": 1, "monitors/probe_pass.py": 1, "monitors/matrices.py": 12},
     "optimizer": {"callbacks/recorder/updates.py": 1},
     "precision": {"probes/precision.py": 1},
     "activations": {},  # read together with attention
 }
 #: File that reads the tensors one by one, every 50 updates -> number of waits.
-OF_TENSORS = {"callbacks/recorder/single_tensors.py": 1}
+OF_TENSORS = {"callbacks/recorder/settings.py": 1}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.callbacks.alarms.repeated_batches import RepeatedBatches
+from workbench.callbacks.alarms.probe_alarms import RepeatedBatches
 
 
 def first_report(shares, size=16.0):

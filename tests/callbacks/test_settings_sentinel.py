@@ -13,9 +13,8 @@ from torch import nn
 
 import workbench as wb
 from tests.about import about
-from workbench.callbacks.alarms.settings_change import SettingsChange
-from workbench.callbacks.alarms.settings_sentinel import SettingsSentinel
-from workbench.callbacks.recorder.current_settings import settings_of
+from workbench.callbacks.alarms.settings_sentinel import SettingsChange, SettingsSentinel
+from workbench.callbacks.recorder.settings import settings_of
 from workbench.errors import OptionError
 
 

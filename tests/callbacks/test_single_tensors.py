@@ -13,7 +13,7 @@ N_STEPS = 90
 
 @pytest.fixture(autouse=True)
 def frequent(monkeypatch):
-    monkeypatch.setattr("workbench.callbacks.recorder.single_tensors._EVERY", 10)
+    monkeypatch.setattr("workbench.callbacks.recorder.settings._EVERY", 10)
 
 
 def model_with_pooler():

@@ -13,7 +13,7 @@ from scipy.stats import chi2
 import workbench as wb
 from tests.docs.page_numbers import ROOT, check_page, text_of, visible
 from workbench.callbacks.alarms import Alarms
-from workbench.callbacks.recorder.single_tensors import _EVERY
+from workbench.callbacks.recorder.settings import _EVERY
 from workbench.diagnosis.ranking import COVERAGE
 from workbench.koopman.measures import Thresholds
 from workbench.rates.rate_search import LONGEST_SHARE

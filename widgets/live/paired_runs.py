@@ -6,8 +6,7 @@ import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from workbench.callbacks.faults import Injection
-from workbench.callbacks.guard import Guard
+from workbench.callbacks.gathering import gather
 from workbench.callbacks.kss import KSS
 from workbench.callbacks.recorder import Recorder
 
@@ -48,8 +47,7 @@ class PairedRuns:
         *,
         is_off: bool = False,
     ) -> None:
-        Injection(faults)
-        Guard(recorder, alarms, actions)
+        gather(None, faults=faults, recorder=recorder, alarms=alarms, actions=actions)  # it checks them
         self.faults = tuple(faults)
         self.recorder, self.alarms, self.actions = recorder, alarms, actions
         if kss is None:

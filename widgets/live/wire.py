@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from workbench.callbacks.observers import Observers
+from workbench.callbacks.observation import Observers
 from workbench.errors import OptionError
 
 if TYPE_CHECKING:

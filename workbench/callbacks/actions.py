@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +10,6 @@ from workbench.errors import OptionError, require_listed
 from workbench.option_checks import NonNegativeInt, PositiveInt, above, below, checked
 
 if TYPE_CHECKING:
-    from workbench.callbacks.alarms import Alarm, Attribution
     from workbench.callbacks.kss import KSS
 
 #: Kinds of action, in the order in which they are carried out.
@@ -51,47 +50,22 @@ class Action:
     message: str
 
 
-@dataclass(frozen=True)
-class ActionRequest:
-    """The actions that an alarm requests from the training loop, carried out in the order of ``KINDS``.
-
-    Attributes:
-        kinds: Requested kinds of action, each one of ``KINDS``.
-        alarm: Alarm that requests them.
-        attribution: Attribution of the alarm; None if there is none.
-        onset: Last step before the signal changed.
-    """
-
-    kinds: tuple[str, ...]
-    alarm: Alarm
-    attribution: Attribution | None
-    onset: int
-
-
 @checked
 @dataclass(kw_only=True)
 class Actions:
     """The actions that alarms may trigger: ``wb.train(..., recorder=, alarms=, actions=wb.Actions())``.
 
     The kinds of action are ``"roll_back"`` (restore the last checkpoint before the onset), ``"auxiliary_loss"``
-    (switch the auxiliary loss on again), ``"kss"`` (switch KSS on or strengthen it), ``"cut_rate"`` (reduce the
-    learning rate) and ``"stop"``. The actions of one request are carried out in this order.
+    (switch the auxiliary loss on again), ``"kss"`` (switch KSS on, or double its strength), ``"cut_rate"`` (reduce the
+    learning rate, at most to 1 % of the planned one) and ``"stop"``. They are carried out in this order.
 
     Attributes:
         policy: Mapping from cause to kinds of action.
         otherwise: Kinds of action for a cause that the policy does not name.
         cut_rate: Factor by which each cut multiplies the learning rate, below 1.
-        lowest_rate: Smallest fraction of the planned learning rate that cuts may reach.
         kss: KSS of the run, for the action ``"kss"``; None if there is none.
-        kss_factor: Factor by which the action ``"kss"`` multiplies the strength if KSS is on already.
-        skip: Number of batches to skip after a roll-back, so that the data after the onset are not used again.
-        wait: Steps from the first alarm to the action, in which more evidence is collected. An alarm of the loss or of
-            the gradient norm, or one at ten times its threshold, does not wait.
         rest: Steps after an action in which no alarm is raised, while the run recovers.
         n_most: Maximum number of actions in a run.
-        reacts_to_outcome: Whether alarms of the loss and of the gradient norm trigger actions too.
-        call: Function called with each `ActionRequest` before it is carried out. The kinds of action that it returns
-            replace those of the policy; if it returns None, the policy applies.
         done: Actions carried out so far.
 
     Raises:
@@ -112,15 +86,9 @@ class Actions:
     policy: Mapping[str, str | Sequence[str]] = field(default_factory=lambda: dict(POLICY))
     otherwise: str | Sequence[str] = OTHERWISE
     cut_rate: Annotated[float, above(0), below(1)] = 0.1
-    lowest_rate: Annotated[float, above(0), below(1)] = 0.01
     kss: KSS | None = None
-    kss_factor: Annotated[float, above(1)] = 2.0
-    skip: NonNegativeInt = 0
-    wait: NonNegativeInt = 0
     rest: NonNegativeInt = 60
     n_most: PositiveInt = 5
-    reacts_to_outcome: bool = True
-    call: Callable[[ActionRequest], Sequence[str] | None] | None = None
     done: list[Action] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -136,26 +104,6 @@ class Actions:
     def kinds(self) -> set[str]:
         """All kinds of action that the policy may request."""
         return {kind for kinds in (*self.policy.values(), self.otherwise) for kind in kinds}
-
-    def answer(self, alarm: Alarm, attribution: Attribution | None, onset: int) -> ActionRequest | None:
-        """Return the actions that an alarm requests; None if it requests none.
-
-        Args:
-            alarm: The alarm.
-            attribution: Attribution of the alarm; None if there is none.
-            onset: Last step before the signal changed.
-
-        Raises:
-            OptionError: If ``call`` returns an unknown kind of action.
-        """
-        if alarm.is_outcome and not self.reacts_to_outcome:
-            return None
-        cause = "" if attribution is None else attribution.cause
-        kinds = tuple(self.policy.get(cause, self.otherwise))
-        request = ActionRequest(kinds, alarm, attribution, onset)
-        if self.call is not None and (replaced := self.call(request)) is not None:
-            request = ActionRequest(_checked_kinds("call", replaced), alarm, attribution, onset)
-        return request if request.kinds else None
 
 
 def _checked_kinds(name: str, kinds: str | Sequence[str]) -> tuple[str, ...]:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from workbench.errors import OptionError, StoreError
 from workbench.models.wrapping import innermost
-from workbench.training.callback import Callback, TrainingRun
-from workbench.training.callback_group import CallbackGroup
+from workbench.training.callback import Callback, CallbackGroup, TrainingRun
 from workbench.training.configuration import first_difference
 
 if TYPE_CHECKING:
@@ -225,21 +224,6 @@ class Attachment:
         for group, peak in zip(optimizer.param_groups, self._peaks, strict=bool(self._peaks)):
             group["lr"] = peak
         self._peaks = []
-
-
-def first_states(by_name: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the states in a checkpoint of the first version, which had one callback for KSS and one for the recorder.
-
-    Args:
-        by_name: State of each callback, by its name in the checkpoint.
-    """
-    states: dict[str, dict[str, Any]] = {}
-    if kss := by_name.get("KSSCallback"):
-        states["kss"] = {"options": kss["options"], "state": kss["shaper"]}
-    if recorder := by_name.get("RecorderCallback"):
-        no_actions = {"rate_factor": 1.0, "n_skipped": 0, "n_answered": 0, "unsound": []}
-        states["guard"] = {"options": {}, "state": {**no_actions, "recorder": recorder}}
-    return states
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

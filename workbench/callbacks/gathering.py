@@ -10,7 +10,7 @@ from workbench.callbacks.alarms import Alarms
 from workbench.callbacks.baselines import Penalty, PenaltyTerms
 from workbench.callbacks.faults import Fault, Injection
 from workbench.callbacks.guard import Guard
-from workbench.callbacks.kss import KSS, KSSCallback
+from workbench.callbacks.kss import KSS, Shaper
 from workbench.callbacks.recorder import Recorder
 from workbench.errors import OptionError
 from workbench.training.callback import Callback, checked
@@ -63,12 +63,19 @@ def gather(
     kss, recorder, alarms, actions = (next(iter(found[kind]), None) for kind in (KSS, Recorder, Alarms, Actions))
     injection = Injection([*(faults or ()), *found[Fault]], seed=seed)
     terms = PenaltyTerms([*(penalties or ()), *found[Penalty]], seed=seed, stack=stack)
-    guard = Guard(recorder, alarms, actions, injection)
+    if recorder is not None and recorder.alarms is not None:
+        if alarms is not None:
+            raise OptionError("alarms was passed, but the recorder has alarms already; pass one of them.")
+        alarms = recorder.alarms
+    if alarms is not None and recorder is None:
+        raise OptionError("alarms observe what a recorder measures, but there is none; add wb.Recorder().")
+    if actions is not None and alarms is None:
+        raise OptionError("actions respond to alarms, but there are none; add wb.Alarms().")
     gathered = [
-        KSSCallback(kss) if kss is not None else None,
+        Shaper(kss) if kss is not None else None,
         injection if injection.describe() else None,
         terms if terms.penalties else None,
         *of_user,
-        guard if recorder is not None else None,
+        None if recorder is None else Guard(recorder, alarms, actions, injection),
     ]
     return checked([callback for callback in gathered if callback is not None])

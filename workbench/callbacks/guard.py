@@ -6,23 +6,27 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from workbench.callbacks.alarms.replaying import action_steps, replay
-from workbench.callbacks.responding import Response, ResponseState
+from workbench.callbacks.actions import KINDS, Action, Actions
+from workbench.callbacks.alarms.replaying import replay
+from workbench.callbacks.faults import Injection, NoAuxiliaryLoss
 from workbench.errors import OptionError
 from workbench.io.store import open_run
+from workbench.models.run_checkpoints import list_checkpoints, load_weights
 from workbench.training.callback import Callback, TrainingRun
+from workbench.training.checkpoints import read_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from workbench.callbacks.actions import Actions
-    from workbench.callbacks.alarms import Alarm, Alarms
-    from workbench.callbacks.faults import Injection
-    from workbench.callbacks.observation import Observation
+    from workbench.callbacks.alarms import Alarm, Alarms, Attribution
     from workbench.callbacks.recorder import Recorder
     from workbench.callbacks.recorder.attached import AttachedRecorder
     from workbench.io.run_output import RunOutput
     from workbench.schema.events import Event
+
+
+#: Smallest fraction of the planned learning rate that cuts reach, and factor by which KSS is strengthened.
+_LOWEST_RATE, _KSS_FACTOR = 0.01, 2.0
 
 
 class Guard(Callback):
@@ -32,44 +36,35 @@ class Guard(Callback):
     loop. In another trainer it has its own store.
 
     Args:
-        recorder: Recorder of the run; None if there is none.
-        alarms: Alarms on what the recorder measures; None for those of the recorder.
+        recorder: Recorder of the run.
+        alarms: Alarms on what the recorder measures; None if there are none.
         actions: Actions that the alarms may trigger; None if there are none.
         faults: Faults of the run, one of which may have switched off the auxiliary loss; None if there are none.
-
-    Raises:
-        OptionError: If alarms have no recorder, or actions no alarms.
     """
 
     name = "guard"
 
     def __init__(
         self,
-        recorder: Recorder | None,
+        recorder: Recorder,
         alarms: Alarms | None = None,
         actions: Actions | None = None,
         faults: Injection | None = None,
     ) -> None:
-        if recorder is not None and recorder.alarms is not None:
-            if alarms is not None:
-                raise OptionError("alarms was passed, but the recorder has alarms already; pass one of them.")
-            alarms = recorder.alarms
-        if alarms is not None and recorder is None:
-            raise OptionError("alarms observe what a recorder measures, but there is none; add wb.Recorder().")
-        if actions is not None and alarms is None:
-            raise OptionError("actions respond to alarms, but there are none; add wb.Alarms().")
         self.recorder, self.alarms = recorder, alarms
         self._actions, self._faults = actions, faults
-        self._answered = ResponseState()
-        self._response: Response | None = None
+        self._forget()
         self._attached: AttachedRecorder | None = None
-        self._stop_observing: Callable[[], None] | None = None
-        self._new_alarms: list[Alarm] = []
-        self._n_observed = 0
+
+    def _forget(self) -> None:
+        """Forget the previous run, as a trainer may train several times with the same callback."""
         self._raised: tuple[Alarm, ...] = ()
         self._logged: frozenset[str] = frozenset()
         self._state: dict[str, Any] = {}
         self._early_events: list[Event] = []
+        #: Learning rate after all cuts, as a fraction of the planned one, number of requests that were carried out, and
+        #: steps of the checkpoints that were written after the onset of an alarm.
+        self._rate_factor, self._n_answered, self._unsound = 1.0, 0, set[int]()
 
     def setup(self, run: TrainingRun) -> None:
         """Check that the trainer, the recorder and the actions are compatible.
@@ -79,12 +74,8 @@ class Guard(Callback):
                 there are none.
         """
         super().setup(run)
-        # A trainer may train several times with the same callback.
-        self._raised, self._new_alarms, self._logged, self._state, self._early_events = (), [], frozenset(), {}, []
-        self._answered, self._response = ResponseState(), None
-        if self.alarms is not None and self._actions is not None:
-            self._response = Response(self.alarms, self._actions, self._faults, self._answered)
-        if run.owns_loop and self.recorder is not None and self.recorder.path is not None:
+        self._forget()
+        if run.owns_loop and self.recorder.path is not None:
             raise OptionError(
                 "In wb.train() a recorder writes to the store of the run; create the recorder without a path, and pass "
                 "store= to wb.train()."
@@ -97,32 +88,30 @@ class Guard(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned."""
         self._state = dict(state)
-        self._answered.load(state)
-        self.run.n_skipped = state["n_skipped"]
-        if self.recorder is not None:
-            self.recorder.recent_examples = state.get("recent_examples", [])
-            self.recorder.settings_state = state.get("settings", {})
-        if not self.run.owns_loop and self.recorder is not None and "recorder" in state:
+        self._rate_factor, self._n_answered = state["rate_factor"], state["n_answered"]
+        self._unsound = set(state["unsound"])
+        self.recorder.recent_examples = state.get("recent_examples", [])
+        self.recorder.settings_state = state.get("settings", {})
+        if not self.run.owns_loop and "recorder" in state:
             self.recorder.load_state_dict(state["recorder"])
 
     def begin(self) -> None:
         """Attach the recorder; in `workbench.train` this happens in the first step, when the store exists."""
-        run, path = self.run, None if self.recorder is None else self.recorder.path
-        if run.owns_loop:
-            if run.step and not self._state:
-                raise OptionError(
-                    "The run to resume has no recorder, but this call has one; resume without a recorder, or start a "
-                    "new run."
-                )
-            return
-        self._attach(None, None)
-        if run.step and path is not None and self._response is not None:
-            self._replay_record(path)
+        run = self.run
+        if not run.owns_loop:
+            self._attach(None, None)
+            if run.step and self.recorder.path is not None and self._actions is not None:
+                self._replay_record(self.recorder.path)
+        elif run.step and not self._state:
+            raise OptionError(
+                "The run to resume has no recorder, but this call has one; resume without a recorder, or start a new "
+                "run."
+            )
 
     def begin_step(self, step: int) -> None:
         """Set the step of the recorder, which cannot count: in float16 the loop counts updates that are skipped."""
         run = self.run
-        if not run.owns_loop or self.recorder is None:
+        if not run.owns_loop:
             return
         if self._attached is None:
             probe = self.recorder.probe
@@ -137,7 +126,7 @@ class Guard(Callback):
     @property
     def rate_factor(self) -> float:
         """Learning rate after all cuts, as a fraction of the planned one."""
-        return self._answered.rate_factor
+        return self._rate_factor
 
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log the metrics that another trainer has before the update; they are averaged over ranks."""
@@ -161,7 +150,7 @@ class Guard(Callback):
             self._attached.log(**given)
             return {}
         known = self._attached.finish_step(**numbers)
-        self._raised, self._new_alarms = tuple(self._new_alarms), []
+        self._take_alarms(self._attached)
         for alarm in self._raised:
             self.event(alarm.step, "alarm", **alarm.as_event())
         found = None if self.alarms is None else self.alarms._new_attribution(self._raised)
@@ -175,18 +164,90 @@ class Guard(Callback):
 
     def after_step(self, step: int) -> None:
         """Carry out the actions that the alarms of the step request."""
-        if not self.run.owns_loop and self.alarms is not None:  # the recorder passes its observations to them directly
-            self._raised = tuple(self.alarms.raised[self._n_observed :])
-            self._n_observed += len(self._raised)
-        if self._response is not None:
-            for action in self._response.answer(self._raised, self.run, step):
+        if not self.run.owns_loop and self._attached is not None:
+            self._take_alarms(self._attached)
+        if self._actions is not None and self.alarms is not None and self._raised:
+            for action in self._answer(self._actions, self.alarms, step):
                 self.event(step, "action", source=action.kind, message=action.message)
+
+    def _take_alarms(self, attached: AttachedRecorder) -> None:
+        self._raised = tuple(attached.new_alarms)
+        attached.new_alarms.clear()
+
+    def _answer(self, actions: Actions, alarms: Alarms, step: int) -> list[Action]:
+        """Carry out the actions that the first alarm of a step requests, and return them with their messages."""
+        if self._n_answered >= actions.n_most:
+            return []
+        alarm, found = self._raised[0], alarms.attribute()
+        onset = alarms.onset(alarm.signal)
+        onset = alarm.step if onset is None else onset
+        functions: dict[str, Callable[[], str]] = {
+            "roll_back": lambda: self._roll_back(alarm.signal, onset),
+            "auxiliary_loss": self._restore_auxiliary_loss,
+            "kss": lambda: self._strengthen_kss(actions),
+            "cut_rate": lambda: self._cut_rate(actions),
+            "stop": lambda: self._stop(found),
+        }
+        requested = actions.policy.get(found.cause, actions.otherwise)
+        if not requested:
+            return []
+        done = [Action(kind, step, functions[kind]()) for kind in KINDS if kind in requested]
+        self._n_answered += 1
+        actions.done += done
+        alarms.rest(step, n_steps=actions.rest)
+        return done
+
+    def _roll_back(self, signal: str, onset: int) -> str:
+        run = self.run
+        found = {} if run.checkpoints is None else list_checkpoints(run.checkpoints)
+        sound = [at for at in found if at <= onset and at not in self._unsound]
+        self._unsound |= {at for at in found if at > onset}
+        if not sound:
+            return f"There is no checkpoint from before step {onset}, at which {signal} changed."
+        kept = read_checkpoint(found[max(sound)])
+        load_weights(run.model, found[max(sound)])
+        run.optimizer.load_state_dict(kept.optimizer)
+        if run.scaler is not None:
+            run.scaler.load_state_dict(kept.scaler)
+        return (
+            f"Parameters and optimizer were restored from step {max(sound)}, before {signal} changed at step {onset}."
+        )
+
+    def _restore_auxiliary_loss(self) -> str:
+        if self._faults is None or self._faults.keeps_auxiliary_loss:
+            return "The auxiliary loss is on already."
+        self._faults.switch_off(NoAuxiliaryLoss)
+        return "The auxiliary loss was switched on again."
+
+    def _strengthen_kss(self, actions: Actions) -> str:
+        kss = actions.kss
+        if kss is None:
+            return "There is no KSS to strengthen; pass Actions(kss=), the same object as in wb.train(kss=)."
+        if not kss.enabled:
+            kss.enabled = True
+            return f"KSS was switched on, with strength {kss.strength:g}."
+        kss.strength = kss.strength * _KSS_FACTOR
+        return f"The strength of KSS was raised to {kss.strength:g}."
+
+    def _cut_rate(self, actions: Actions) -> str:
+        if self._rate_factor <= _LOWEST_RATE:
+            return f"The learning rate stays at {self._rate_factor:g} times the planned one, the lowest allowed."
+        self._rate_factor = max(self._rate_factor * actions.cut_rate, _LOWEST_RATE)
+        return f"The learning rate was reduced to {self._rate_factor:g} times the planned one."
+
+    def _stop(self, found: Attribution) -> str:
+        self.run.stop("by an alarm")
+        return f"The run was stopped. {found.message}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint; the state of the alarms is rebuilt from the record instead."""
         if self.is_running:
-            self._state = {**self._answered.as_dict(), "n_skipped": self.run.n_skipped}
-            if not self.run.owns_loop and self.recorder is not None:
+            self._state = {
+                "rate_factor": self._rate_factor,
+                "n_answered": self._n_answered,
+                "unsound": sorted(self._unsound),
+            }
+            if not self.run.owns_loop:
                 self._state["recorder"] = self.recorder.state_dict()
             elif self._attached is not None:
                 self._state["recent_examples"] = self._attached.batches.recent_examples
@@ -198,9 +259,6 @@ class Guard(Callback):
         if self.is_running:
             self.state_dict()
         super().end(is_broken=is_broken)
-        if self._stop_observing is not None:
-            self._stop_observing()
-            self._stop_observing = None
         if self._attached is not None:
             attached, self._attached = self._attached, None
             attached.detach(is_broken=is_broken)
@@ -213,29 +271,13 @@ class Guard(Callback):
             self._early_events.append(event)
 
     def _attach(self, host: RunOutput | None, probe: Any) -> None:
-        if self.recorder is None:
-            return
-        run, alarms = self.run, self.alarms
+        run = self.run
         self._attached = self.recorder.attach(
-            run.model, run.optimizer, host=host, probe=probe, step=run.step, alarms=alarms, run=run
+            run.model, run.optimizer, host=host, probe=probe, step=run.step, alarms=self.alarms, run=run
         )
         early, self._early_events = self._early_events, []
         for event in early:
             self._attached.output.event(event)
-        if alarms is None:
-            return
-        self._n_observed = len(alarms.raised)
-        if host is not None:
-
-            def take_observation(observation: Observation) -> None:
-                raised = alarms.observe(observation)
-                self._new_alarms += raised
-                if (row := alarms._evidence_row(observation)) is not None:
-                    host.add(row.part, row.step, row.values, row.coords)
-                if (raised or alarms.is_in_doubt) and self._attached is not None:
-                    self._attached.check_now()
-
-            self._stop_observing = self.recorder.observe(take_observation)
 
     def _replay_record(self, store: Path) -> None:
         """Set the alarms to their state at the end of the record of a run that is resumed."""
@@ -243,7 +285,3 @@ class Guard(Callback):
             run, rest = open_run(store), 0 if self._actions is None else self._actions.rest
             self.alarms.reset()
             replay(run, self.alarms, rest=rest)
-            self._n_observed = len(self.alarms.raised)
-            if self._response is not None:
-                last = max(action_steps(run), default=0)
-                self._response.recall([alarm for alarm in self.alarms.raised if alarm.step >= last])

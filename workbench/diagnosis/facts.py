@@ -13,10 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.callbacks.alarms.absolute_limits import LIMITS, N_LABELS
-from workbench.callbacks.alarms.logit_limit import LIMIT
+from workbench.callbacks.alarms.absolute_limits import LIMITS, LOGIT_LIMIT, N_LABELS
 from workbench.callbacks.alarms.probe_alarms import LIMITS_SIGNAL, ProbeAlarms
-from workbench.callbacks.alarms.recorded_observations import observations
+from workbench.callbacks.alarms.run_evidence import observations
 from workbench.callbacks.alarms.watched import WATCHED
 from workbench.diagnosis.causes import UNKNOWN
 from workbench.diagnosis.failed_run import Record
@@ -312,14 +311,14 @@ def _of_attention(record: Record, failure: Failure) -> Iterator[RunFact]:
         return
     at = int(np.nanargmax(np.nanmax(logits, axis=1)))
     largest, focus = float(np.nanmax(logits[at])), float(np.nanmean(entropy[at]))
-    if largest > LIMIT / 10 and focus < _FOCUS:
+    if largest > LOGIT_LIMIT / 10 and focus < _FOCUS:
         layer = int(record.parts["attention"]["layer"].values[at])
         sentence = (
             f"The attention of block {layer} has saturated: its logits reach {short(largest)}, and its entropy is "
             f"{percent(focus)} of the maximum. They are not scaled by 1/sqrt(d), or queries and keys grow too fast."
         )
         yield RunFact(
-            "attention_saturates", 1.0, largest, LIMIT / 10, sentence, step=int(record.steps_of("attention")[-1]),
+            "attention_saturates", 1.0, largest, LOGIT_LIMIT / 10, sentence, step=int(record.steps_of("attention")[-1]),
             layer=layer, path="/attention", variable="attention_logit_max",
         )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from workbench.errors import CheckpointError, OptionError, SnapshotError, StoreError
+from workbench.errors import CheckpointError, OptionError, SnapshotError, StoreError, WorkbenchError
 from workbench.formatting import listed
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
 from workbench.io.run_output import RunOutput
@@ -25,13 +26,12 @@ from workbench.models.calling import call_model, on_device_of
 from workbench.models.device_numbers import read_numbers
 from workbench.models.losses import accuracy_on_device, auxiliary_loss, prediction_of
 from workbench.models.run_checkpoints import latest_checkpoint, load_weights
+from workbench.probes.failed_pass import Around, LossOf, first_bad_tensor
 from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream
-from workbench.training.callback import Callback, PassFunction, PassResult, TrainingRun
-from workbench.training.callback_group import CallbackGroup
+from workbench.training.callback import Callback, CallbackGroup, PassFunction, PassResult, TrainingRun
 from workbench.training.checkpoints import TrainingState, damaged, read_checkpoint, write_checkpoint
 from workbench.training.configuration import describe_run, first_difference
-from workbench.training.failed_step import evidence, place_of_failure, warn_of_divergence
 from workbench.training.recording import (
     Recording,
     SpectraTaker,
@@ -45,7 +45,6 @@ from workbench.training.training_plan import PRECISIONS, TrainingPlan
 
 if TYPE_CHECKING:
     import xarray as xr
-    from torch import nn
 
     from workbench.tasks import Task
 
@@ -188,7 +187,7 @@ class Training:
             self._is_open = True
             for event in self._early_events:
                 self._output.event(event)
-            batches = self.task.stream(self.step + self.run.n_skipped)
+            batches = self.task.stream(self.step)
             while self.step < self.plan.n_steps:
                 spectra, is_due = self._due_spectra(taker)
                 batch = next(batches, None)
@@ -214,7 +213,8 @@ class Training:
                 if self.recording.checkpoint_every and self.step % self.recording.checkpoint_every == 0:
                     self._output.flush()  # first, as a resumed run does not write rows before its checkpoint again
                     self._write_checkpoint(self.callbacks.states())
-                self._after_step(batches)
+                for callback in self.callbacks:
+                    callback.after_step(self.step)
                 if self.run.stop_reason:
                     state = "stopped"
                     self._record_event("stopped", message=f"Stopped after {self.step} steps, {self.run.stop_reason}.")
@@ -312,14 +312,6 @@ class Training:
             self._output.add_dataset("spectra", record.spectra)
         self._output.end_step()
         return record
-
-    def _after_step(self, batches: Iterator[Any]) -> None:
-        """Let callbacks act between two steps."""
-        n_skipped = self.run.n_skipped
-        for callback in self.callbacks:
-            callback.after_step(self.step)
-        for _ in range(self.run.n_skipped - n_skipped):
-            next(batches, None)
 
     def _measured_pass(self, inputs: Any, targets: Tensor) -> tuple[PassResult, float, float]:
         """Run a forward and a backward pass; return the result, the gradient norm, and the accuracy.
@@ -512,3 +504,55 @@ def takes_several_passes(optimizer: torch.optim.Optimizer) -> bool:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def place_of_failure(model: nn.Module, loss_of: LossOf, *, around: Around) -> str:
+    """Repeat a failed pass and describe where the first value that is not finite arises.
+
+    Args:
+        model: Model with the parameters of the failed pass.
+        loss_of: Function from the model to its loss on the batch of that pass.
+        around: Function that returns the context of the pass.
+
+    Returns:
+        A sentence; it states the reason if the pass cannot be repeated, and is empty if the repeated pass is finite.
+    """
+    try:
+        bad = first_bad_tensor(model, loss_of, around=around)
+    except Exception as error:  # noqa: BLE001  (no error may prevent the record of the run)
+        reason = str(error) if isinstance(error, WorkbenchError) else f"{type(error).__name__}: {error}"
+        return f"Its origin is unknown ({reason.rstrip('.')})."
+    return "" if bad is None else bad.sentence
+
+
+def evidence(record: StepRecord, plan: TrainingPlan, place: str) -> dict[str, Any]:
+    """Return source, score and message of the event of a divergence.
+
+    Args:
+        record: Record of the step.
+        plan: Plan with the limits.
+        place: Sentence of `place_of_failure`; may be empty.
+    """
+    if record.cause == "loss":
+        score, limit = record.loss, plan.loss_limit
+        what = f"Loss {score:.4g} is above {limit:g}."
+    elif record.cause == "grad_norm":
+        score, limit = record.grad_norm, plan.grad_norm_limit
+        what = f"Gradient norm {score:.4g} is above {limit:g}."
+    else:
+        score = record.loss if not math.isfinite(record.loss) else record.grad_norm
+        what = "Loss or gradients are not finite."
+    return {"source": record.cause, "score": score, "message": f"{what} {place}".rstrip()}
+
+
+def warn_of_divergence(record: StepRecord, plan: TrainingPlan, place: str, store: object) -> None:
+    """Warn whoever iterates over a run that it ends here, and name the next call; arguments as in `evidence`.
+
+    Functions of the workbench that train, such as sweeps, report divergences in their results instead.
+    """
+    frame = sys._getframe(1).f_back  # of the generator, and of the code that asks it for the next step
+    if frame is not None and str(frame.f_globals.get("__name__")).startswith("workbench."):
+        return
+    what = evidence(record, plan, place)["message"]
+    call = "Train with store= and call wb.diagnose(store), which" if store is None else f"wb.diagnose({str(store)!r})"
+    warnings.warn(f"The run diverged at step {record.step}. {what} {call} names the likely causes.", stacklevel=3)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.attachment import Attachment, first_states
+from workbench.callbacks.attachment import Attachment
 from workbench.callbacks.gathering import AnyCallback, gather
 from workbench.errors import OptionError
 
@@ -78,7 +78,7 @@ def trainer_callback(*callbacks: AnyCallback, seed: int = 0) -> TrainerCallback:
                     f"A Trainer takes one callback of the workbench, got {len(saved)}; pass all of them to one "
                     "wb.trainer_callback()."
                 )
-            resumed = _states_in(by_name) if state.global_step else None
+            resumed = saved.get("attributes", {}).get("saved") if state.global_step else None
             self.attachment.begin(model, optimizer, step=state.global_step, state=resumed)
             self.passes = None
             if self.attachment.overrides("change_batch", "around_pass", "auxiliary_loss"):
@@ -191,13 +191,3 @@ def _n_labels(batch: Mapping[str, Any]) -> int:
     """Return the number of labels of a batch that count in the loss; 1 if there are no labels."""
     labels = batch.get("labels")
     return int((labels != _IGNORED).sum()) if isinstance(labels, Tensor) else 1
-
-
-def _states_in(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the states of the workbench's callbacks in a checkpoint, including those of the first version."""
-    saved = {
-        name: exported.get("attributes", {}).get("saved")
-        for name, exported in by_name.items()
-        if isinstance(exported, Mapping)
-    }
-    return first_states(saved) | (saved.get(_NAME) or {})

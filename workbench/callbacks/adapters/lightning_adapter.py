@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from workbench.callbacks.attachment import Attachment, first_states
+from workbench.callbacks.attachment import Attachment
 from workbench.callbacks.gathering import AnyCallback, gather
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.callbacks.recorder.updates import total_gradient_norm
@@ -129,11 +129,6 @@ def lightning_callback(*callbacks: AnyCallback, seed: int = 0) -> LightningCallb
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             self.loaded = state_dict
-
-        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-            by_name = checkpoint.get("callbacks") or {}
-            if self.state_key not in by_name:
-                self.loaded = first_states(by_name)
 
     return WorkbenchCallback()
 

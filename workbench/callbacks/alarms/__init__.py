@@ -14,16 +14,14 @@ See Also:
 """
 
 # `Alarms` is imported for the library itself: its public name is `workbench.Alarms`.
-from workbench.callbacks.alarms.alarm import Alarm
 from workbench.callbacks.alarms.alarms import Alarms as Alarms
 from workbench.callbacks.alarms.attribution import Attribution, Attributor
 from workbench.callbacks.alarms.calibration import Calibration, calibrate
-from workbench.callbacks.alarms.lead_times import LeadTime, lead_time, recorded_alarms
 from workbench.callbacks.alarms.own_past import OwnPast
-from workbench.callbacks.alarms.recorded_observations import observations
-from workbench.callbacks.alarms.replaying import evidence_of, replay
+from workbench.callbacks.alarms.replaying import LeadTime, evidence_of, lead_time, recorded_alarms, replay
+from workbench.callbacks.alarms.run_evidence import observations
 from workbench.callbacks.alarms.watched import WATCHED, Watched
-from workbench.callbacks.observation import Observation
+from workbench.callbacks.observation import Alarm, Observation
 from workbench.option_checks import publish
 
 __all__ = [

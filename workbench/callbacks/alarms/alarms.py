@@ -6,15 +6,55 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from workbench.callbacks.alarms.alarm import Alarm
+import numpy as np
+
 from workbench.callbacks.alarms.attribution import UNKNOWN, Attribution, Attributor
 from workbench.callbacks.alarms.calibration import Calibration, FalseAlarms
-from workbench.callbacks.alarms.evidence_rows import EvidenceRows
 from workbench.callbacks.alarms.probe_alarms import Check, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
-from workbench.callbacks.alarms.watched import FALL, RISE
-from workbench.callbacks.observation import Observation
+from workbench.callbacks.alarms.watched import FALL, RISE, WATCHED
+from workbench.callbacks.observation import Alarm, Observation
 from workbench.option_checks import NonNegativeInt
+
+#: Updates between two rows; an alarm ends a row immediately.
+_EVERY = 10
+_NAMES = np.array([watched.name for watched in WATCHED])
+_PLACES = {str(name): place for place, name in enumerate(_NAMES)}
+
+
+class EvidenceRows:
+    """Largest evidence of each signal since the last row, so that no peak between two rows is missed.
+
+    Attributes:
+        latest: The latest row, an observation of the part ``evidence``; None if there is none yet.
+    """
+
+    def __init__(self) -> None:
+        self.latest: Observation | None = None
+        self._n_tens = 0
+        self._has_alarm = False
+        self._empty()
+
+    def note(self, signal: str, ratio: float, *, is_alarm: bool) -> None:
+        """Process the evidence of a signal over its threshold; NaN if unknown."""
+        place = _PLACES[signal]
+        if not ratio <= self._largest[place] and not math.isnan(ratio):
+            self._largest[place] = ratio
+        self._has_alarm |= is_alarm
+
+    def end_update(self, step: int) -> None:
+        """End an update, and the current row if it is due."""
+        n_tens = (step + 1) // _EVERY
+        if n_tens == self._n_tens and not self._has_alarm:
+            return
+        self._n_tens = n_tens
+        self.latest = Observation(step, "evidence", {"evidence": self._largest}, {"signal": _NAMES})
+        self._empty()
+
+    def _empty(self) -> None:
+        self._largest = np.full(len(_NAMES), math.nan)
+        self._has_alarm = False
+
 
 #: A signal raises another alarm only after its evidence has fallen below this fraction of the threshold.
 _REARM = 0.5

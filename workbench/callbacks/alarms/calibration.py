@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 
-from workbench.callbacks.alarms.recorded_observations import observations
-from workbench.callbacks.alarms.run_evidence import RunEvidence
+from workbench.callbacks.alarms.run_evidence import RunEvidence, observations
 from workbench.errors import OptionError
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind

@@ -3,21 +3,135 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from workbench.callbacks.alarms.absolute_limits import LOOKAHEAD, AbsoluteLimits
-from workbench.callbacks.alarms.alarm import Alarm
-from workbench.callbacks.alarms.logit_limit import LIMIT, LogitLimit
-from workbench.callbacks.alarms.repeated_batches import RepeatedBatches
-from workbench.callbacks.alarms.rule_of_task import RuleOfTask
+import numpy as np
+
+from workbench.callbacks.alarms.absolute_limits import LOGIT_LIMIT, LOOKAHEAD, AbsoluteLimits, LogitLimit
+from workbench.callbacks.observation import Alarm, Observation
 from workbench.formatting import counted, percent
 from workbench.probes.gradient_agreement import GradientVerdict
 from workbench.probes.precision import broken_arithmetic
 
-if TYPE_CHECKING:
-    from workbench.callbacks.observation import Observation
+#: Examples after which batches are evaluated: four times as many as the recorder remembers, so that a small data set
+#: has already started again by then.
+_N_EXAMPLES = 4096
+#: Probability of a sequence of repeated batches, given the fraction of such batches so far, below which it is reported.
+_PROBABILITY = 1e-7
+#: Fraction of repeated examples from which on repetition is common.
+_COMMON = 0.5
+#: Batches after which a batch that equals one of the last eight is reported at once, more than such a small data set
+#: has, and smallest size of a batch that no shuffled data set repeats by chance.
+_N_BATCHES, _LEAST_SIZE = 16, 4
+
+
+class RepeatedBatches:
+    """Detector of sequences of repeated batches, that is, of batches all of whose examples occurred before.
+
+    A batch of four or more examples that equals one of the last eight batches, in the same order, is reported at once,
+    unless it does so from the start, as if there are only a few batches. Otherwise, the probability of a repeated batch
+    is estimated as (number of repeated batches + 1) / (number of batches + 2), so that after 400 batches without a
+    repeated one, three in a row are reported.
+
+    A sequence must also be more than twice as long as any before, since a loop may use each batch several times.
+    Nothing is reported if half of all examples repeat, because the data set is small. Counting restarts when the batch
+    size changes. A loader that repeats more batches than the recorder remembers (1,024 examples) is not detected.
+    """
+
+    def __init__(self) -> None:
+        self._begin(math.nan)
+
+    def _begin(self, size: float) -> None:
+        self._size, self._n_examples, self._sum = size, 0.0, 0.0
+        self._n_batches = self._n_repeated = self._longest = self._n_same = 0
+        #: Number of consecutive repeated batches, up to the latest one.
+        self.n_in_a_row = 0
+        self._may_report = False
+
+    def update(self, values: Mapping[str, Any]) -> bool | None:
+        """Process the metrics of an update.
+
+        Args:
+            values: Metrics of the part ``monitors``, of which ``repeated_examples`` and ``batch_size`` are used.
+
+        Returns:
+            Whether the loader repeats itself; None if unknown.
+        """
+        names = ("repeated_examples", "batch_size", "repeated_batch")
+        fraction, size, same = (float(np.asarray(values.get(name, math.nan))) for name in names)
+        if not (math.isfinite(fraction) and math.isfinite(size)):
+            return None
+        if size != self._size:  # smaller batches are more often fully repeated by chance
+            self._begin(size)
+        is_repeated = fraction >= 1
+        is_evaluated = self._n_examples >= _N_EXAMPLES
+        self._n_examples += size
+        self._n_batches += 1
+        self._sum += fraction
+        if not is_repeated:
+            self._longest = max(self._longest, self.n_in_a_row)
+            self.n_in_a_row = self._n_same = 0
+            return False
+        if not self.n_in_a_row:
+            self._may_report = is_evaluated
+        self.n_in_a_row += 1
+        self._n_repeated += 1
+        n_before = self._n_batches - self.n_in_a_row
+        usual = (self._n_repeated - self.n_in_a_row + 1) / (n_before + 2)
+        is_common = self._sum - self.n_in_a_row >= _COMMON * n_before
+        self._n_same = self._n_same + 1 if same >= 1 else 0
+        is_known = self._n_same == self.n_in_a_row and size >= _LEAST_SIZE and n_before >= _N_BATCHES
+        if is_known and not is_common and self.n_in_a_row > 2 * self._longest:
+            return True
+        if not self._may_report or is_common or self.n_in_a_row <= 2 * self._longest:
+            return False
+        return self.n_in_a_row * math.log(usual) <= math.log(_PROBABILITY)
+
+
+class RuleOfTask:
+    """Detector of batches without a property that all batches before them had.
+
+    In language modeling, for example, every label is the next token, without exception. Other tasks have no such rule,
+    and nothing is reported for them.
+
+    Args:
+        variable: Metric of the update that shows the property.
+        holds: Whether a value of it shows the property.
+        is_broken: Whether a value of it shows that the property is missing; between the two nothing is known.
+        n_least: Number of batches with the property after which it is a rule.
+        n_broken: Number of batches in a row without it that are reported.
+
+    Attributes:
+        n_before: Number of batches with the property before the first one without it.
+    """
+
+    def __init__(
+        self,
+        variable: str,
+        holds: Callable[[float], bool],
+        is_broken: Callable[[float], bool],
+        *,
+        n_least: int = 20,
+        n_broken: int = 1,
+    ) -> None:
+        self._variable, self._holds, self._is_broken = variable, holds, is_broken
+        self._n_least, self._n_broken = n_least, n_broken
+        self.n_before = self._n_in_a_row = 0
+        self._is_rule = True
+
+    def update(self, values: Mapping[str, Any]) -> bool:
+        """Process the metrics of an update, and return whether the rule is broken."""
+        value = float(np.asarray(values.get(self._variable, math.nan)))
+        if self._holds(value):
+            self.n_before += 1
+            self._n_in_a_row = 0
+        elif self._is_broken(value):
+            self._is_rule &= self._n_in_a_row > 0 or self.n_before >= self._n_least
+            self._n_in_a_row += 1
+        return self._is_rule and self._n_in_a_row >= self._n_broken
+
 
 #: An alarm, and the faults that may have caused it.
 Finding = tuple[Alarm, tuple[str, ...]]
@@ -216,10 +330,11 @@ class ProbeAlarms:
             return None
         message = (
             f"The largest attention logit has grown to {found.value:,.0f} in layer {found.layer}, head {found.head}; "
-            f"runs beyond {LIMIT:,.0f} are known to diverge: normalize queries and keys, or lower the learning rate."
+            f"runs beyond {LOGIT_LIMIT:,.0f} are known to diverge: normalize queries and keys, or lower the "
+            "learning rate."
         )
         where = {"layer": found.layer, "head": found.head}
-        alarm = _alarm(observation, score=found.value / LIMIT, value=found.value, message=message, **where)
+        alarm = _alarm(observation, score=found.value / LOGIT_LIMIT, value=found.value, message=message, **where)
         return alarm, ("logit_growth",)
 
     def _gradients(self, observation: Observation) -> Finding | None:

@@ -4,19 +4,186 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.callbacks.alarms.cumulative_sum import CumulativeSum
-from workbench.callbacks.alarms.loss_shift import LossShift
 from workbench.callbacks.alarms.own_past import WINDOWS, OwnPast
-from workbench.callbacks.alarms.watched import FALL, RISE, Watched, WatchedValues, watched_values
+from workbench.callbacks.alarms.probe_alarms import SIGNALS
+from workbench.callbacks.alarms.watched import FALL, RISE, WATCHED, Watched, WatchedValues, watched_values
+from workbench.callbacks.observation import Observation, changed_setting
+from workbench.errors import SchemaError
 
 if TYPE_CHECKING:
-    from workbench.callbacks.observation import Observation
+    import xarray as xr
+
+
+#: Standard deviations subtracted at each step, and largest number of them that counts.
+_SLACK, _LARGEST = 2.0, 8.0
+#: Numbers over which mean and variance are learned, first numbers for which no sum is formed, and largest distance from
+#: the mean, in standard deviations, with which a number enters mean and variance.
+_MEMORY, _N_LEARNED, _FARTHEST = 200, 20, 4.0
+#: Largest sum, so that a sum returns to 0 soon after the numbers are normal again.
+_LARGEST_SUM = 100.0
+
+
+class CumulativeSum:
+    """One-sided cumulative sums of several series, each relative to its own past.
+
+    s_t = max(0, s_{t-1} + min(z_t, 8) - 2), where z_t is the number minus the mean of its past, in standard deviations
+    of its past (Page 1954, doi:10.1093/biomet/41.1-2.100); mean and variance forget over 200 numbers. The slack of two
+    deviations tolerates drift and accumulates jumps: one of eight deviations adds 6 at each step. The sum has no
+    p value; `Calibration` measures how often healthy runs reach a sum.
+
+    Args:
+        least_scale: Smallest standard deviation, in units of the values, shape (series,).
+
+    Attributes:
+        value: The sums, shape (series,).
+        n_since: Numbers processed since each sum was 0, shape (series,).
+    """
+
+    def __init__(self, least_scale: np.ndarray) -> None:
+        self._least = np.maximum(np.asarray(least_scale, dtype=np.float64), 1e-30)
+        n = len(self._least)
+        self._mean, self._variance = np.zeros(n), np.zeros(n)
+        self._n, self._n_of_spread = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.restart()
+
+    def restart(self) -> None:
+        """Reset the sums to 0 and learn the mean again, but keep the variance of the past."""
+        self._n[:] = 0
+        self.value = np.zeros(len(self._least))
+        self.n_since = np.zeros(len(self._least), dtype=np.int64)
+
+    def update(self, values: np.ndarray) -> np.ndarray:
+        """Process one number of each series; numbers that are not finite count as missing.
+
+        Returns:
+            The sums, shape (series,).
+        """
+        is_known = np.isfinite(values)
+        self._n += is_known
+        scale = np.maximum(np.sqrt(self._variance), self._least)
+        left = np.where(is_known, values - self._mean, 0.0)
+        is_begun = is_known & (self._n > _N_LEARNED)
+        grown = self.value + np.minimum(left / scale, _LARGEST) - _SLACK
+        self.value = np.where(is_begun, np.clip(grown, 0.0, _LARGEST_SUM), self.value)
+        self.n_since = np.where(self.value > 0, self.n_since + 1, 0)
+        counted = np.where(is_begun, np.clip(left, -_FARTHEST * scale, _FARTHEST * scale), left)
+        fraction = np.where(is_known, 1 / np.clip(self._n, 1, _MEMORY), 0.0)
+        self._mean = self._mean + fraction * counted
+        # After a restart, the variance waits until the mean is known again.
+        learns = is_known & (is_begun | (self._n_of_spread < _N_LEARNED))
+        self._n_of_spread += learns
+        fraction = np.where(learns, 1 / np.clip(self._n_of_spread, 1, _MEMORY), 0.0)
+        self._variance = (1 - fraction) * (self._variance + fraction * counted**2)
+        return self.value
+
+
+#: Lengths of the windows, in measurements, and of the past that each is compared with.
+_WINDOWS, _PAST, _LEAST_PAST = (10, 16, 25), 120, 60
+#: A residual counts as at most this many deviations, by the median deviation.
+_CLIP = 4.0
+#: Largest correlation of successive residuals that is allowed for.
+_LARGEST_CORRELATION = 0.98
+#: Fraction of its level by which a loss must fall, since healthy learning is often faster than before for a while.
+_LEAST_FALL = 0.25
+_TINY = 1e-300
+
+
+class Shift(NamedTuple):
+    """How far the latest losses are from the trend before them, in deviations of the mean of a window.
+
+    Attributes:
+        rise: Largest shift up of any window; NaN if unknown yet.
+        fall: Largest shift down, of windows that are below the trend by a quarter of its level; NaN if unknown yet.
+        rise_window: Length of the window of the rise, in measurements.
+        fall_window: Length of the window of the fall.
+        level: Mean of the latest 10 losses.
+    """
+
+    rise: float = math.nan
+    fall: float = math.nan
+    rise_window: int = 0
+    fall_window: int = 0
+    level: float = math.nan
+
+
+class LossShift:
+    """Comparison of the latest 10, 16 and 25 losses with a straight line through the 120 before the latest 25.
+
+    Outliers of the past are clipped. The deviation of a window's mean follows from the residuals and from their
+    correlation, so that losses that wander need a larger shift. A window counts by its mean or its median, whichever is
+    closer to the trend, so that single spikes do not count; and the trend is the line or its last value, whichever is
+    closer to the window, so that neither the end of a fall is a rise, nor a steady fall a shift. A fall must also go
+    below every earlier mean of 25 losses, so that a recovery is none. Factors of the loss have no effect; offsets have
+    one only through the smallest deviation, 2 % of the first losses, and the smallest fall.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[float] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the losses so far, but not the scale of the first ones."""
+        self._losses: deque[float] = deque(maxlen=_PAST + _WINDOWS[-1])
+        self._lowest = math.inf
+
+    def update(self, loss: float) -> Shift:
+        """Process a loss; one that is not finite counts as missing."""
+        if not math.isfinite(loss):
+            return Shift()
+        if len(self._first) < _N_FIRST:
+            self._first.append(loss)
+        self._losses.append(loss)
+        least = _FRACTION_OF_FIRST * abs(float(np.median(self._first)))
+        losses = np.array(self._losses)
+        past = losses[: -_WINDOWS[-1]]
+        if len(past) < _LEAST_PAST:
+            return Shift()
+        self._lowest = min(self._lowest, float(past[-_WINDOWS[-1] :].mean()))
+        found = _shifts(past, [losses[-window:] for window in _WINDOWS], least, self._lowest)
+        (rise, rise_window), (fall, fall_window) = (max(zip(of, _WINDOWS, strict=True)) for of in found)
+        return Shift(rise, fall, rise_window, fall_window, float(losses[-_WINDOWS[0] :].mean()))
+
+
+def _shifts(
+    past: np.ndarray, windows: list[np.ndarray], least: float, lowest: float
+) -> tuple[list[float], list[float]]:
+    """Return the shifts up and down of each window, in deviations of its mean."""
+    n = len(past)
+    at = np.arange(n) - (n - 1) / 2
+    clipped = past
+    for is_last in (False, True):
+        level, slope = float(clipped.mean()), float(at @ clipped) / float(at @ at)
+        residual = past - level - slope * at
+        limit = _CLIP * 1.4826 * float(np.median(np.abs(residual - np.median(residual))))
+        clipped = level + slope * at + np.clip(residual, -limit, limit)
+        if is_last:
+            residual = np.clip(residual, -limit, limit)
+    square = float(residual @ residual)
+    correlation = float(residual[1:] @ residual[:-1]) / square if square else 0.0
+    correlation += (2 + 4 * correlation) / n  # the trend takes away this much of it (Kendall 1954)
+    correlation = min(max(correlation, 0.0), _LARGEST_CORRELATION)
+    # Residuals with correlation c are worth (1 - c) / (1 + c) as many independent ones; the end of a line through n
+    # points has four times the variance of their mean.
+    variance = max(square / (n - 2), least**2) * (1 + correlation) / (1 - correlation)
+    end = level + slope * float(at[-1])
+    rises, falls = [], []
+    for latest in windows:
+        extrapolated = end + slope * (len(windows[-1]) - (len(latest) - 1) / 2)
+        low, high = sorted((end, extrapolated))
+        mean, median = float(latest.mean()), float(np.median(latest))
+        deviation = max(math.sqrt(variance * (1 / len(latest) + 4 / n)), _TINY)
+        low = min(low, lowest)
+        down = low - max(mean, median)
+        rises.append((min(mean, median) - high) / deviation)
+        falls.append(down / deviation if down >= _LEAST_FALL * abs(low) else min(down, 0.0) / deviation)
+    return rises, falls
+
 
 #: First step that is evaluated.
 _FIRST_EVALUATED = 200
@@ -262,3 +429,54 @@ class _Group:
             head=int(where[1]) if len(where) > 1 else -1,
             onset=self._steps[max(0, len(self._steps) - 1 - window)],
         )
+
+
+#: Parts in the order in which a recorder publishes the observations of one step: the metrics of the update come last.
+_PARTS = tuple(dict.fromkeys([*(w.part for w in WATCHED if w.part != "monitors"), *SIGNALS, "monitors"]))
+
+
+def observations(run: xr.DataTree) -> Iterator[Observation]:
+    """Yield the observations of a recorded run that alarms receive, in their order.
+
+    Args:
+        run: Run from `workbench.open_run`.
+
+    Raises:
+        SchemaError: If the run has no monitors.
+
+    Example:
+        >>> import workbench as wb
+        >>> run = wb.open_run(wb.samples.failed_run("precision"))
+        >>> first = next(wb.alarms.observations(run))
+        >>> first.step, first.part
+        (0, 'monitors')
+
+    See Also:
+        `workbench.alarms.replay`: Passes all observations of a run to alarms.
+        `workbench.alarms.Observation`: One observation.
+    """
+    if "monitors" not in run.children:
+        raise SchemaError("The run has no monitors to replay; record it with wb.train() or a wb.Recorder.")
+    measured = []
+    for place, name in enumerate(_PARTS):
+        if name not in run.children:
+            continue
+        part = run.children[name].to_dataset(inherit=False).load()
+        coords = {str(key): np.asarray(v.values) for key, v in part.coords.items() if "step" not in v.dims}
+        values = {str(key): v.values for key, v in part.data_vars.items() if v.dims[:1] == ("step",)}
+        measured += [(int(step), place, row, name, values, coords) for row, step in enumerate(part["step"].values)]
+    measured.sort(key=lambda found: found[:2])
+    settings = _changed_settings(run)
+    for step, place, row, name, values, coords in measured:
+        yield Observation(step, name, {key: value[row] for key, value in values.items()}, coords)
+        while place == len(_PARTS) - 1 and settings and settings[0].step <= step:
+            yield settings.pop(0)
+
+
+def _changed_settings(run: xr.DataTree) -> list[Observation]:
+    """Return the changes of settings, which a run stores as events."""
+    if "events" not in run.children or "source" not in run.children["events"]:
+        return []
+    events = run.children["events"].to_dataset()
+    rows = zip(*(events[name].values.tolist() for name in ("kind", "step", "source", "score", "message")), strict=True)
+    return [changed_setting(*change) for kind, *change in rows if kind == "setting"]

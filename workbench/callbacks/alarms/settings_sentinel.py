@@ -1,30 +1,114 @@
-"""Detection of settings of a run that change without a plan."""
+"""Settings of a run that change without a plan, and the forms in which loops state a plan."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from numbers import Real
 from typing import Any
 
-from workbench.callbacks.alarms.rate_rule import RateRule
 from workbench.callbacks.alarms.setting_rules import (
     BatchRule,
     ConstantRule,
     Found,
-    GrowingRule,
     LossTermRule,
     Moment,
+    OneWayRule,
     PlannedRule,
-    TensorRule,
-    UnchangedRule,
+    RateRule,
 )
-from workbench.callbacks.alarms.settings_change import SettingsChange
 from workbench.errors import OptionError
-from workbench.formatting import number_in_words
+from workbench.formatting import counted, listed, number_in_words, title_of
 
-Rule = RateRule | BatchRule | LossTermRule | ConstantRule | GrowingRule | TensorRule | PlannedRule
+#: Titles of settings whose names are not clear enough.
+_TITLES = {
+    "accumulation": "number of micro-batches of an update",
+    "n_groups": "number of groups of the optimizer",
+    "n_optimized": "number of parameters in the optimizer",
+    "n_trainable": "number of parameters that require a gradient",
+    "is_training": "training mode of the model",
+    "n_in_eval": "number of modules in evaluation mode",
+    "parameter_dtype": "number format of the parameters",
+    "gradient_dtype": "number format of the gradients",
+    "default_dtype": "default number format",
+    "attention": "implementation of attention",
+    "tensors_without_gradient": "list of tensors without a gradient",
+    "unchanged_tensors": "list of tensors that no update changes",
+}
+
+
+@dataclass(frozen=True)
+class SettingsChange:
+    """A setting that has changed without a plan.
+
+    Attributes:
+        step: Updates done when it was reported.
+        setting: Name of the setting.
+        before: Value before the change, in the first group that changed.
+        after: Value after the change.
+        groups: Groups of the optimizer that changed; empty if all did, or if the setting has no groups.
+        since: First step with the new value; earlier than ``step`` for batch sizes, which must persist.
+        reason: Why the change is reported, in words.
+        is_back: Whether the setting has returned to its value before an earlier change.
+    """
+
+    step: int
+    setting: str
+    before: Any
+    after: Any
+    groups: tuple[int, ...] = ()
+    since: int = -1
+    reason: str = ""
+    is_back: bool = False
+
+    @property
+    def factor(self) -> float:
+        """The new value over the previous one; 1 if it has returned, NaN if undefined, as for strings."""
+        if self.is_back:
+            return 1.0
+        before, after = (math.nan if isinstance(v, str | list | None) else float(v) for v in (self.before, self.after))
+        return (0.0 if math.isnan(after) else after) / before if before else math.inf
+
+    @property
+    def sentence(self) -> str:
+        """The change as a sentence."""
+        title = _TITLES.get(self.setting, title_of(self.setting))
+        of = f" of {'group' if len(self.groups) == 1 else 'groups'} {_named(self.groups)}" if self.groups else ""
+        why = f"; {self.reason}" if self.reason else ""
+        return f"The {title}{of} {_movement(self.before, self.after)} at step {max(self.since, 0)}{why}."
+
+
+def _movement(before: Any, after: Any) -> str:
+    """Describe a change, such as "rose from 0.001 to 0.04"."""
+    if before == after:
+        return f"stayed at {_in_words(after)}"
+    is_size = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (before, after))
+    verb = "changed" if not is_size or math.isnan(after) else "rose" if after > before else "fell"
+    texts = _in_words(before), _in_words(after)
+    if texts[0] == texts[1]:
+        texts = f"{before:.9g}" if is_size else str(before), f"{after:.9g}" if is_size else str(after)
+    return f"{verb} from {texts[0]} to {texts[1]}"
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, list):
+        return f"({', '.join(map(_in_words, value))})"
+    if isinstance(value, float) and math.isnan(value):
+        return "missing"
+    return f"{value:,}" if type(value) is int else number_in_words(value)
+
+
+def _named(groups: tuple[int, ...]) -> str:
+    """List groups, such as "0, 1 and 5" or "0, 1 and 10 others"."""
+    if len(groups) <= 4:
+        return listed(map(str, groups))
+    return f"{groups[0]}, {groups[1]} and {counted(len(groups) - 2, 'other')}"
+
+
+Rule = RateRule | BatchRule | LossTermRule | ConstantRule | OneWayRule | PlannedRule
 #: Planned value of a setting, or a fixed multiple of it, as a function of the step; a sequence has one entry per group.
 #: None if the setting may have any value at that step.
 Plan = Callable[[int], float | Sequence[float] | None]
@@ -35,16 +119,30 @@ _RULES: dict[str, type[Rule]] = {
     "batch_size": BatchRule,
     "accumulation": BatchRule,
     "auxiliary_loss": LossTermRule,
-    "n_trainable": GrowingRule,
-    "n_optimized": GrowingRule,
-    "n_groups": GrowingRule,
-    "tensors_without_gradient": TensorRule,
-    "unchanged_tensors": UnchangedRule,
+    "n_trainable": OneWayRule,
+    "n_optimized": OneWayRule,
+    "n_groups": OneWayRule,
+    "tensors_without_gradient": OneWayRule,
+    "unchanged_tensors": OneWayRule,
+}
+#: Why a change is reported, in words, by the setting.
+_REASONS = {
+    "learning_rate": "no schedule seen so far explains it",
+    "batch_size": "it has stayed at this value",
+    "accumulation": "it has stayed at this value",
+    "auxiliary_loss": "it was far from 0 in the steps before",
+    "tensors_without_gradient": (
+        "they require a gradient, and other tensors learn: look for detach(), and for checkpointing of inputs that "
+        "require no gradient"
+    ),
+    "unchanged_tensors": (
+        "they have a gradient, and other tensors learn: look whether the number format rounds their updates away, and "
+        "whether the optimizer holds them"
+    ),
 }
 _BY_NAME: dict[str, type[Rule]] = {
-    rule.__name__: rule
-    for rule in (RateRule, BatchRule, LossTermRule, ConstantRule, GrowingRule, TensorRule, UnchangedRule, PlannedRule)
-}
+    rule.__name__: rule for rule in (RateRule, BatchRule, LossTermRule, ConstantRule, OneWayRule, PlannedRule)
+} | dict.fromkeys(("GrowingRule", "TensorRule", "UnchangedRule"), OneWayRule)  # in records of earlier versions
 #: Learning rates that the scheduler has stored: evidence for `RateRule`, not a setting.
 _NOTED = "noted_rates"
 #: A value below this fraction of the largest one so far counts as 0: plans may end at the rounding error of a cosine.
@@ -59,7 +157,7 @@ class SettingsSentinel:
     Allowed changes depend on the name of the setting. ``learning_rate`` follows a schedule, which `RateRule` recognizes
     from its past. ``batch_size`` and ``accumulation`` may differ in single batches, but a new size that persists is a
     change (`BatchRule`, after 2 updates in most runs). ``auxiliary_loss`` may not vanish (`LossTermRule`), and the
-    numbers of trained parameters and groups may rise, since parameters are unfrozen on purpose (`GrowingRule`). All
+    numbers of trained parameters and groups may rise, since parameters are unfrozen on purpose (`OneWayRule`). All
     other settings are constant, apart from numbers that are scheduled from the first step on (`ConstantRule`). None and
     NaN mean that a value is unknown, which is not a change; for ``auxiliary_loss`` alone, NaN means that the term was
     not added.
@@ -82,15 +180,6 @@ class SettingsSentinel:
 
     Raises:
         OptionError: If a plan is not a function.
-
-    Example:
-        >>> from workbench.callbacks.alarms.settings_sentinel import SettingsSentinel
-        >>> sentinel = SettingsSentinel()
-        >>> for step in range(400):
-        ...     rate = 0.001 * min(1, (step + 1) / 100) * (40 if step >= 300 else 1)
-        ...     for change in sentinel.observe(step, {"learning_rate": rate}):
-        ...         print(change.sentence)
-        The learning rate rose from 0.001 to 0.04 at step 300; no schedule seen so far explains it.
     """
 
     def __init__(self, *, planned: Mapping[str, Plan] | None = None) -> None:
@@ -122,8 +211,9 @@ class SettingsSentinel:
         noted = values.pop(_NOTED, [])
         changes = []
         for name, of_groups in values.items():
-            if hits := list(self._changes(step, name, of_groups, noted)):
-                changes.append(_joined(hits, n_groups=len(of_groups)))
+            if hits := list(self._changes(step, name, of_groups, noted)):  # one change, with the values of the first
+                groups = () if len(hits) == len(of_groups) else tuple(hit.groups[0] for hit in hits)
+                changes.append(replace(hits[0], groups=groups))
             self._resumed.discard(name)
         return changes
 
@@ -187,8 +277,7 @@ class SettingsSentinel:
         return None if abs(value) <= _ZERO * of_value else _NOT_PLANNED
 
     def _change(self, step: int, name: str, group: int, value: Any, found: Found, plan: float | None) -> SettingsChange:
-        rule, before = self._rules[name][group], found.before
-        reason = rule.reason
+        rule, before, reason = self._rules[name][group], found.before, _REASONS.get(name, "")
         if isinstance(rule, PlannedRule):
             before = self._latest[name][group]
             follows = "it follows its plan again"
@@ -214,7 +303,9 @@ class SettingsSentinel:
         """
         names = [name for name in state["rules"] if (name in state["planned"]) == (name in self._planned)]
         self._rules = {
-            name: {int(group): _restored(fields) for group, fields in state["rules"][name].items()} for name in names
+            name: {int(group): _BY_NAME[fields.pop("kind")](**fields) for group, fields in of_groups.items()}
+            for name, of_groups in copy.deepcopy(state["rules"]).items()
+            if name in names
         }
         self._latest = {
             name: {int(group): value for group, value in values.items()}
@@ -223,17 +314,6 @@ class SettingsSentinel:
         }
         self._largest = {name: (sizes[0], sizes[1]) for name, sizes in state["largest"].items() if name in names}
         self._resumed = set(names)
-
-
-def _joined(changes: list[SettingsChange], *, n_groups: int) -> SettingsChange:
-    """Combine the changes of several groups into one, with the values of the first."""
-    first = changes[0]
-    groups = () if len(changes) == n_groups else tuple(change.groups[0] for change in changes)
-    return replace(first, groups=groups)
-
-
-def _restored(fields: Mapping[str, Any]) -> Rule:
-    return _BY_NAME[fields["kind"]](**{name: value for name, value in fields.items() if name != "kind"})
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -249,3 +329,44 @@ def _plain(name: str, value: Any) -> Any:
 
 def _is_nan(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
+
+
+#: Forms of the plan of one setting, in words.
+_FORMS = "a number, a function of the step, a mapping from first steps to values, or None if any value is planned"
+
+
+def planned_settings(plan: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None) -> dict[str, Plan]:
+    """Return a function from the step to the planned value for each setting with a plan, for `SettingsSentinel`.
+
+    Args:
+        plan: Plans by name of the setting, such as ``learning_rate``, ``batch_size`` and ``n_trainable``: a number, a
+            function of the step, a mapping from first steps to the values from there on, or None if any value is
+            planned. Or one function from the step to the values by name, with the same names at every step. None if
+            there is no plan.
+
+    Raises:
+        OptionError: If the plan has another form.
+    """
+    if callable(plan):
+        at_start = plan(0)
+        if not isinstance(at_start, Mapping):
+            raise OptionError.of("plan(0)", at_start, "a mapping from names of settings to values")
+        return {name: partial(_value_of, plan, name) for name in at_start}
+    if not isinstance(plan, Mapping | None):
+        raise OptionError.of("plan", plan, "a mapping from names of settings to plans, or a function of the step")
+    return {name: _function(f"plan['{name}']", given) for name, given in (plan or {}).items()}
+
+
+def _value_of(plan: Callable[[int], Mapping[str, Any]], name: str, step: int) -> Any:
+    return plan(step).get(name)
+
+
+def _function(name: str, given: Any) -> Plan:
+    if given is None or (isinstance(given, int | float) and not isinstance(given, bool)):
+        return lambda step: given
+    if callable(given):
+        return given
+    if isinstance(given, Mapping) and given and all(isinstance(step, int) for step in given):
+        steps = sorted(given)
+        return lambda step: given[max((at for at in steps if at <= step), default=steps[0])]
+    raise OptionError.of(name, given, _FORMS)

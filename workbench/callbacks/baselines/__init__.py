@@ -23,10 +23,10 @@ from workbench.callbacks.baselines.penalties import (
     GradientPenalty,
     JacobianPenalty,
     Penalty,
+    PenaltyTerms,
     RandomL2,
     Stream,
 )
-from workbench.callbacks.baselines.penalty_terms import PenaltyTerms
 from workbench.models.parametrizations import SpectralNorm, WeightNorm, plain_copy
 from workbench.option_checks import publish
 

@@ -25,9 +25,14 @@ from typing import NamedTuple
 from workbench.callbacks.faults.communication import DroppedBucket, LowPrecisionReduction, StaleReduction
 from workbench.callbacks.faults.conditions import CorruptedData, LargeRate, NoAuxiliaryLoss, SmallBatch
 from workbench.callbacks.faults.fault import Fault
-from workbench.callbacks.faults.flash_attention_mode import Cut, FlashAttentionMode, cut_low_bits, flash_attention
+from workbench.callbacks.faults.flash_attention_mode import (
+    Cut,
+    FlashAttentionMode,
+    LowPrecisionAttention,
+    cut_low_bits,
+    flash_attention,
+)
 from workbench.callbacks.faults.injection import Injection
-from workbench.callbacks.faults.low_precision_fault import LowPrecisionAttention
 from workbench.option_checks import publish
 
 low_precision_attention = LowPrecisionAttention

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from workbench.callbacks.observers import Observers
+from workbench.callbacks.observation import Observers
 from workbench.errors import OptionError
 from workbench.option_checks import NonNegativeInt, check_fields, checked
 
@@ -114,7 +114,7 @@ class Fault:
             OptionError: If the fault needs the loop of `workbench.train`.
         """
         # Imported here, as that module depends on all faults.
-        return importlib.import_module("workbench.callbacks.faults.attached_fault").AttachedFault(
+        return importlib.import_module("workbench.callbacks.faults.injection").AttachedFault(
             self, model, optimizer, step=step, seed=seed
         )
 

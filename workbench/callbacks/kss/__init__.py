@@ -2,16 +2,13 @@
 
 from workbench.callbacks.kss.control import ControlValues, KSSOptions
 from workbench.callbacks.kss.kss import KSS
-from workbench.callbacks.kss.kss_callback import KSSCallback
 from workbench.callbacks.kss.penalty import LayerPenalty, PenaltyShape
-from workbench.callbacks.kss.shaper import Shaper
-from workbench.callbacks.kss.shaping import Shaping
+from workbench.callbacks.kss.shaper import Shaper, Shaping
 from workbench.callbacks.kss.trust_region import TrustRegion
 
 __all__ = [
     "KSS",
     "ControlValues",
-    "KSSCallback",
     "KSSOptions",
     "LayerPenalty",
     "PenaltyShape",

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.trust_region import TrustRegion
-from workbench.callbacks.observers import Observers
+from workbench.callbacks.observation import Observers
 from workbench.errors import require_known
 from workbench.option_checks import (
     NonNegativeFloat,
@@ -23,7 +23,6 @@ from workbench.option_checks import (
 )
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
-SIDES = ("both", "output", "input")
 #: ``"half"``, ``"all"``, or numbers of layers.
 LayerNumbers = (
     Annotated[str, one_of(("half", "all"))] | Annotated[Collection[NonNegativeInt], Range("with at least one", len)]
@@ -41,9 +40,6 @@ class KSSOptions:
         penalty: The penalty as a function of the spectrum.
         n_snapshots: Token states per layer and application. They are taken in a separate forward pass over as many
             examples of the batch as needed. For 64 features, 512 states are eight per feature.
-        side: States through which the gradient flows. The operator maps the state entering a block to the state
-            leaving it. ``"both"`` is the full derivative of the penalty. ``"output"`` changes what each block writes,
-            for a fixed input; ``"input"`` changes what the preceding blocks pass to it.
         coupling: How the penalty acts on the parameters. ``"gradient"`` adds strength g to the gradient of the task, as
             if the penalty were a term of the loss, except that it is not clipped; an adaptive optimizer then
             normalizes both gradients together. ``"decoupled"`` subtracts eta strength g after the update, as AdamW
@@ -52,9 +48,6 @@ class KSSOptions:
             that can be zero (``unstable_term="log"``, ``beta=0``). ``"trust_region"`` uses no gradient: it undoes
             updates that move a layer out of its band; see ``trust_region``.
         trust_region: The band and the update rule of ``coupling="trust_region"``.
-        trigger: Spectral radius above which the penalty acts on a layer; 0 lets it act always. Below the trigger only
-            the forward pass is computed.
-        skip_first: Number of leading tokens of each sequence to skip.
         seed: Seed of the random choice of layers, examples and tokens.
 
     Raises:
@@ -72,11 +65,8 @@ class KSSOptions:
 
     penalty: PenaltyShape = field(default_factory=PenaltyShape)
     n_snapshots: Annotated[int, at_least(3)] = 512
-    side: Annotated[str, one_of(SIDES)] = "both"
     coupling: Annotated[str, one_of(COUPLINGS)] = "gradient"
     trust_region: TrustRegion = field(default_factory=TrustRegion)
-    trigger: NonNegativeFloat = 0.0
-    skip_first: NonNegativeInt = 0
     seed: int = 0
 
 
@@ -205,7 +195,8 @@ class KSSControls:
         """Return the options that are fixed over a run, as plain values."""
         fixed = self.options
         options = vars(fixed) | {"penalty": dict(vars(fixed.penalty)), "trust_region": dict(vars(fixed.trust_region))}
-        return options | {"controller": None}  # in checkpoints of earlier versions
+        # In checkpoints of earlier versions.
+        return options | {"controller": None, "side": "both", "trigger": 0.0, "skip_first": 0}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of the controls for a checkpoint."""

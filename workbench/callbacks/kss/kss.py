@@ -89,4 +89,4 @@ class KSS(KSSControls):
             OptionError: If the optimizer evaluates the loss several times per step (LBFGS) or updates no parameter of
                 the model, or if the parameters are sharded over processes (FSDP).
         """
-        return Shaper(self, model, optimizer)
+        return Shaper(self).attach(model, optimizer)

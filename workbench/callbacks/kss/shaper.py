@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
 
-from workbench.callbacks.kss.attachment import check_attachable, is_trained, recomputation_error
-from workbench.callbacks.kss.control import ControlValues
+from workbench.callbacks.kss.control import ControlValues, KSSControls
 from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalties
-from workbench.callbacks.kss.shaping import Shaping
-from workbench.callbacks.kss.shared_control import control_of_first_rank, summed
 from workbench.callbacks.kss.trust_region import gain_terms, gains_of
-from workbench.errors import OptionError, SnapshotError
+from workbench.errors import OptionError, SnapshotError, WorkbenchError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches, count_examples, take_examples
@@ -28,28 +26,84 @@ from workbench.models.device_numbers import read_numbers
 from workbench.models.probing import eval_mode, undisturbed, watch
 from workbench.models.residual_check import require_residuals
 from workbench.models.token_selection import TokenSelection
-from workbench.models.wrapping import acting_on_gradients, as_written, bare, entrances, innermost, is_shared
+from workbench.models.wrapping import (
+    acting_on_gradients,
+    as_written,
+    bare,
+    entrances,
+    innermost,
+    is_shared,
+    is_split,
+    message_device,
+)
+from workbench.training.callback import Callback, TrainingRun
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch.utils.hooks import RemovableHandle
 
-    from workbench.callbacks.kss.control import KSSControls
     from workbench.models.subject import Subject
 
 #: A trust region on the energy gain takes eigenvalues only in one of this many measurements.
 SPECTRA_EVERY = 10
 #: Reasons why layers with a penalty did not act.
 NO_GRADIENT, GRADIENT_NOT_FINITE = "no gradient", "gradient not finite"
+#: Codes of named choices of layers in a message between ranks; for layers given by number, it holds how many there are.
+_CODES = {"half": -1, "all": -2}
 
 
-class Shaper:
-    """KSS attached to a model and an optimizer; created by `KSS.attach`.
+@dataclass(frozen=True)
+class Shaping:
+    """The record of KSS in one step.
+
+    Attributes:
+        step: Number of optimizer steps before this one.
+        control: Values of the controls in this step.
+        layers: Measured layers; empty in steps without a measurement.
+        penalty: Mean penalty of the measured layers; NaN if there is none.
+        spectral_radius: Maximum over the measured layers; NaN if no spectrum was taken.
+        near_unit_mass: Mean over the measured layers; NaN if no spectrum was taken.
+        skipped: Mapping from each layer that was skipped to the reason; None if nothing was measured.
+        n_acting: Number of layers whose gradient reached the parameters, or that caused the update to be undone.
+        update_size: Size of the update, as a fraction of the optimizer's update; below 1 only in a trust region.
+    """
+
+    step: int
+    control: ControlValues
+    layers: tuple[int, ...] = ()
+    penalty: float = math.nan
+    spectral_radius: float = math.nan
+    near_unit_mass: float = math.nan
+    skipped: Mapping[int, str] | None = None
+    n_acting: int = 0
+    update_size: float = 1.0
+
+    def monitors(self) -> dict[str, float]:
+        """Return the metrics of the step; names as in ``schema.MONITORS``."""
+        return {
+            "kss_enabled": self.control.enabled,
+            "kss_strength": self.control.strength,
+            "kss_interval": self.control.interval,
+            "kss_gamma": self.control.gamma,
+            "kss_penalty": self.penalty,
+            "kss_spectral_radius": self.spectral_radius,
+            "kss_near_unit_mass": self.near_unit_mass,
+            "kss_acting": self.n_acting,
+            "kss_skipped": len(self.skipped or ()),
+            "kss_update_size": self.update_size,
+        }
+
+
+class Shaper(Callback):
+    """KSS in one run: attached to any training loop by `KSS.attach`, or a callback of `workbench.train` and trainers.
 
     A hook keeps the inputs of the model. When KSS is due, hooks on the optimizer pass a few examples of these inputs
     through the model in eval mode, and apply the gradient of the penalty to the parameters. Because of this separate
     pass, KSS does not depend on how the loss is scaled, accumulated, recomputed or reduced, and the loss and the
     gradient norm of the task are not affected.
+
+    Args:
+        kss: KSS whose controls may be changed during training.
 
     Attributes:
         step: Number of optimizer steps so far.
@@ -57,34 +111,47 @@ class Shaper:
         n_skipped: Number of layers skipped so far, by reason.
     """
 
-    def __init__(self, kss: KSSControls, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    name = "kss"
+
+    def __init__(self, kss: KSSControls) -> None:
         self.kss = kss
-        model = module_of(model)
-        self.model = bare(model)
-        self.optimizer = innermost(optimizer)
-        check_attachable(self.model, self.optimizer)
-        self._is_shared = is_shared()
-        self.step = 0
-        self.last: Shaping | None = None
-        self.n_skipped: dict[str, int] = {}
-        self._anatomy: Anatomy | None = None
-        self._states_per_example = self._last_states_per_example = 0.0
-        self._entrances = entrances(model)
+        self.model: nn.Module
+        self.optimizer: torch.optim.Optimizer
+        self._handles: list[RemovableHandle] = []
+        self._entrances: tuple[nn.Module, ...] = ()
         self._inputs: dict[nn.Module, Any] = {}
-        self._control: ControlValues | None = None
-        self._control_before: ControlValues | None = None
-        self._changes: list[str] = []
-        self._is_kss_pass = False
-        self._update_size = 1.0
         self._rates: list[Any] = []
         self._parameters_before: dict[nn.Parameter, Tensor] = {}
         self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._is_kss_pass = self._is_shared = False
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin a run without a past."""
+        self.step = 0
+        self.last: Shaping | None = None
+        self.n_skipped: dict[str, int] = {}
+        self._measured: Shaping | None = None  # the last record with a measurement
+        self._anatomy: Anatomy | None = None
+        self._states_per_example = self._last_states_per_example = 0.0
+        self._control: ControlValues | None = None
+        self._control_before: ControlValues | None = None
+        self._changes: list[str] = []
+        self._update_size = 1.0
+
+    def attach(self, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> Shaper:
+        """Add the hooks; see `KSS.attach`."""
+        model = module_of(model)
+        _check_attachable(bare(model), innermost(optimizer))
+        self.model, self.optimizer = bare(model), innermost(optimizer)
+        self._is_shared, self._entrances = is_shared(), tuple(entrances(model))
         keep_inputs = torch.compiler.disable(self._keep_inputs)  # it stores tensors, and must not be compiled
         self._handles = [
             *(module.register_forward_pre_hook(keep_inputs, with_kwargs=True) for module in self._entrances),
             self.optimizer.register_step_pre_hook(torch.compiler.disable(self._before_update)),
             self.optimizer.register_step_post_hook(torch.compiler.disable(self._after_update)),
         ]
+        return self
 
     def __enter__(self) -> Shaper:
         return self
@@ -93,13 +160,71 @@ class Shaper:
         self.detach()
 
     def detach(self) -> None:
-        """Remove all hooks; the controls are unchanged."""
+        """Remove all hooks and release the model; the controls are unchanged."""
+        if not self._handles:
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._inputs.clear()
         self._end_update()
         self._buffers.clear()
+        self._anatomy, self._entrances = None, ()
+        del self.model, self.optimizer
+
+    def describe(self) -> Mapping[str, Any]:
+        """Return the options that are fixed over a run."""
+        return self.kss.describe()
+
+    def setup(self, run: TrainingRun) -> None:
+        """Forget the previous run, as a trainer may train several times with the same callback."""
+        super().setup(run)
+        self._forget()
+
+    def begin(self) -> None:
+        """Attach KSS to the model; if there is a probe, the residual blocks are found here.
+
+        Raises:
+            AnatomyError: If the residual stream cannot be identified with certainty.
+            OptionError: If KSS cannot act on the model or the optimizer.
+        """
+        run = self.run
+        try:
+            self.attach(run.model, run.optimizer)
+            self.step = run.step
+            if run.probe is not None:
+                self.read_anatomy(run.probe(2))
+        except WorkbenchError:
+            self.end()
+            raise
+
+    def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, Any]:
+        """Return the metrics of the step, and record an event for each control that was changed."""
+        for change in self.new_changes():
+            self.event(step, "kss", source="kss", message=change)
+        if self.last is None:
+            return {}
+        if self.last.layers:
+            self._measured = self.last
+        return self.last.monitors()
+
+    def outcome(self) -> Shaping | None:
+        """Return the record of this step."""
+        return self.last
+
+    def to_log(self) -> dict[str, float]:
+        """Return the controls of the last step and the latest measurements, which may be from an earlier step."""
+        if self.last is None:
+            return {}
+        latest = self.last.monitors()
+        controls = ("kss_enabled", "kss_strength", "kss_interval", "kss_gamma")
+        measured = latest if self._measured is None else self._measured.monitors() | {n: latest[n] for n in controls}
+        return {name: float(value) for name, value in measured.items() if not math.isnan(value)}
+
+    def end(self, *, is_broken: bool = False) -> None:
+        """Detach KSS."""
+        super().end(is_broken=is_broken)
+        self.detach()
 
     def read_anatomy(self, inputs: Any) -> None:
         """Find the residual blocks now, instead of in the first step in which KSS acts.
@@ -128,7 +253,7 @@ class Shaper:
     def _read_controls(self) -> ControlValues:
         """Return the controls for the coming step, and note their changes."""
         control = self.kss.control
-        if self._is_shared and (first := control_of_first_rank(control)) != control:
+        if self._is_shared and (first := _control_of_first_rank(control)) != control:
             self.kss.set(**vars(first))
             control = first
         before, self._control = self._control_before, control
@@ -155,7 +280,7 @@ class Shaper:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that `state_dict` returned, including the controls of the `KSS` object."""
+        """Load a state of `state_dict`; the controls are set now, and may be changed before the run begins."""
         self.kss.load_state_dict(state["control"])
         before = state["control_before"]
         self._control_before = None if before is None else ControlValues(**before)
@@ -215,14 +340,14 @@ class Shaper:
     @torch.enable_grad()  # SAM disables gradients in its steps
     def _apply_penalty(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
         """Measure the chosen layers and apply the gradient of their penalty."""
-        measured = self._layer_penalties(model, inputs, control)
-        trigger = self.kss.options.trigger
+        moments = self._moments_of_layers(model, inputs, control)
+        found, _ = layer_penalties(list(moments.values()), self.kss.options.penalty, gamma=control.gamma)
+        measured = dict(zip(moments, found, strict=True))
         values = {i: layer.value for i, layer in measured.items() if layer.value is not None}
-        outside = {i: value for i, value in values.items() if measured[i].spectral_radius > trigger}
-        acting = {i: value for i, value in outside.items() if value.requires_grad}
+        acting = {i: value for i, value in values.items() if value.requires_grad}
         penalties = [float(value.detach().numpy()) for value in values.values()]  # they are on the host
         skipped = {i: layer.reason for i, layer in measured.items() if layer.reason}
-        skipped |= dict.fromkeys(outside.keys() - acting.keys(), NO_GRADIENT)
+        skipped |= dict.fromkeys(values.keys() - acting.keys(), NO_GRADIENT)
         gradients = None
         if acting:
             # The mean is over all measured layers, so that skipping a layer does not increase the weight of the others.
@@ -311,14 +436,6 @@ class Shaper:
         measure = gains_of(moments, numbers) if is_gain else {i: s.spectral_radius for i, s in spectra.items()}
         return {i: spectrum for i, spectrum in spectra.items() if i in of_spectra}, measure
 
-    def _layer_penalties(self, model: nn.Module, inputs: Any, control: ControlValues) -> dict[int, LayerPenalty]:
-        """Return the penalty of each chosen layer."""
-        with torch.enable_grad():
-            moments = self._moments_of_layers(model, inputs, control)
-            shape = self.kss.options.penalty
-            found, _ = layer_penalties(list(moments.values()), shape, gamma=control.gamma)
-            return dict(zip(moments, found, strict=True))
-
     def _moments_of_layers(self, model: nn.Module, inputs: Any, control: ControlValues) -> dict[int, SnapshotMoments]:
         """Pass some examples of the batch through the model, and return the moments of each chosen layer.
 
@@ -334,14 +451,19 @@ class Shaper:
         layers = _draw_layers(control, len(anatomy.sites), random)
         if layout.can_split:
             axis = layout.inputs or 0
-            inputs = take_examples(inputs, self._draw_examples(count_examples(inputs, axis), random), axis)
-        selection = TokenSelection(options.n_snapshots, options.skip_first, int(random.integers(2**31)))
+            n_examples = n_drawn = count_examples(inputs, axis)
+            if self._states_per_example:  # the first time, all examples are used, to count the states of each
+                n_drawn = min(n_examples, math.ceil(options.n_snapshots / self._states_per_example))
+            drawn = torch.from_numpy(np.sort(random.choice(n_examples, size=n_drawn, replace=False)))
+            inputs = take_examples(inputs, drawn, axis)
+        selection = TokenSelection(options.n_snapshots, seed=int(random.integers(2**31)))
         states: dict[int, tuple[Tensor, Tensor]] = {}
 
         def take(i: int, x: Tensor, y: Tensor) -> None:
-            if has_gradient and not y.requires_grad and is_trained(anatomy.sites[i].module):
-                raise recomputation_error(model)
-            states[i] = (x if options.side != "output" else x.detach(), y if options.side != "input" else y.detach())
+            is_trained = any(p.requires_grad for p in anatomy.sites[i].module.parameters())
+            if has_gradient and is_trained and not y.requires_grad:
+                raise _recomputation_error(model)
+            states[i] = x, y
 
         watcher = StreamWatcher(anatomy, selection, take, layers=layers)
         selection.begin(Batches([inputs], True, layout))
@@ -377,10 +499,10 @@ class Shaper:
                 found: Sequence[Tensor | None] = torch.autograd.grad(total, parameters, allow_unused=True)
         except RuntimeError as error:
             if "checkpoint" in str(error):
-                raise recomputation_error(self.model) from error
+                raise _recomputation_error(self.model) from error
             raise
         if self._is_shared:
-            found = summed(parameters, found)
+            found = _summed(parameters, found)
         gradients = {p: g for p, g in zip(parameters, found, strict=True) if g is not None}
         norm = torch.nn.utils.get_total_norm(list(gradients.values()))
         return gradients if bool(torch.isfinite(norm)) else None
@@ -405,19 +527,8 @@ class Shaper:
             size = step if coupling == "projection" else float(rates[parameter])
             parameter.add_(gradient, alpha=-control.strength * size)
 
-    def _draw_examples(self, n_examples: int, random: np.random.Generator) -> Tensor:
-        """Draw the numbers of as many examples as the snapshots need.
-
-        The first time all examples are used, to count the states of each.
-        """
-        n_drawn = n_examples
-        if self._states_per_example:
-            n_drawn = min(n_examples, math.ceil(self.kss.options.n_snapshots / self._states_per_example))
-        return torch.from_numpy(np.sort(random.choice(n_examples, size=n_drawn, replace=False)))
-
 
 def _restore(values: Mapping[nn.Parameter, Tensor]) -> None:
-    """Set parameters to the given values."""
     for parameter, value in values.items():
         parameter.copy_(value)
 
@@ -447,3 +558,56 @@ def _draw_layers(control: ControlValues, n_layers: int, random: np.random.Genera
     if (highest := max(layers)) >= n_layers:
         raise OptionError(f"layers includes {highest}, but the model has the layers 0 to {n_layers - 1}.")
     return list(layers)
+
+
+def _check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise `OptionError` if KSS cannot act on a model and its optimizer."""
+    name = type(model).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise OptionError(
+            "KSS cannot act inside LBFGS, which evaluates the loss several times per step; use another optimizer, such "
+            "as AdamW."
+        )
+    if is_split(model):
+        raise OptionError(
+            f"KSS cannot read the parameters of {name}, which are sharded over processes; train with DDP."
+        )
+    parameters = {id(p) for p in model.parameters() if p.requires_grad}
+    if not any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
+        raise OptionError(f"The optimizer updates no parameter of {name}; attach KSS to the model that it trains.")
+
+
+def _recomputation_error(model: nn.Module) -> SnapshotError:
+    """Return the error for activation checkpointing in eval mode, which hides the states from hooks."""
+    return SnapshotError(
+        f"{type(model).__name__} recomputes its activations even in eval mode, which hides them from KSS; use "
+        "torch.utils.checkpoint only while module.training is True."
+    )
+
+
+def _control_of_first_rank(control: ControlValues) -> ControlValues:
+    """Return the controls of rank 0 on every rank, in one message, or two if layers are given by number."""
+    code = _CODES[control.layers] if isinstance(control.layers, str) else len(control.layers)
+    message = torch.tensor(
+        [control.enabled, control.strength, control.interval, control.gamma, code],
+        dtype=torch.float64,
+        device=message_device(),
+    )
+    distributed.broadcast(message, src=0)
+    enabled, strength, interval, gamma, code = message.tolist()
+    layers: str | tuple[int, ...] | None = next((name for name, number in _CODES.items() if number == code), None)
+    if layers is None:
+        sent = control.layers if distributed.get_rank() == 0 else [0] * int(code)
+        numbers = torch.tensor(sent, device=message.device)
+        distributed.broadcast(numbers, src=0)
+        layers = tuple(numbers.tolist())
+    return ControlValues(bool(enabled), strength, int(interval), gamma, layers)
+
+
+def _summed(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return the gradients summed over all ranks, in one message."""
+    dense = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+    message = torch.cat([gradient.flatten() for gradient in dense])
+    distributed.all_reduce(message)
+    parts = message.split([gradient.numel() for gradient in dense])
+    return [part.view_as(gradient) for part, gradient in zip(parts, dense, strict=True)]

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
-from workbench.callbacks.observation import Observation, changed_setting
+from workbench.callbacks.observation import Alarm, Observation, changed_setting
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.collectors import Collectors, ModelReading
-from workbench.callbacks.recorder.full_parameters import OptimizedParameters
-from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, other_optimizers
-from workbench.callbacks.recorder.logged_numbers import NUMBERS, as_floats, as_number
-from workbench.callbacks.recorder.options import RecorderOptions, is_due, plain
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters, other_optimizers
+from workbench.callbacks.recorder.options import NUMBERS, RecorderOptions, as_floats, as_number, is_due, plain
+from workbench.callbacks.recorder.probes import ReductionCollector
 from workbench.callbacks.recorder.ranks import (
     Change,
     PeerError,
@@ -33,11 +32,10 @@ from workbench.callbacks.recorder.ranks import (
     on_every_rank,
     on_ranks,
 )
-from workbench.callbacks.recorder.reduction import ReductionCollector
 from workbench.callbacks.recorder.settings import SettingsWatch
 from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
 from workbench.errors import WorkbenchError
-from workbench.io.run_output import issue_warning
+from workbench.io.run_output import RunOutput, issue_warning
 from workbench.models.wrapping import bare, is_shared
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
@@ -46,9 +44,7 @@ from workbench.schema.statuses import RunState
 
 if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarms
-    from workbench.callbacks.alarms.settings_change import SettingsChange
-    from workbench.callbacks.alarms.settings_sentinel import Plan
-    from workbench.io.run_output import RunOutput
+    from workbench.callbacks.alarms.settings_sentinel import Plan, SettingsChange
     from workbench.training.callback import TrainingRun
 
 #: Descriptions of failed measurements that are not parts of a run.
@@ -107,8 +103,9 @@ class AttachedRecorder:
         step: Number of updates done; a loop with another count may set it between two updates.
         numbers: Metrics of the last update, as stored.
         is_attached: Whether the recorder still records.
-        is_hosted: Whether the store has another owner, who writes the metrics of each update, handles alarms and closes
-            the store.
+        is_hosted: Whether the store has another owner, who writes the metrics of each update, records alarms as events
+            and closes the store.
+        new_alarms: Alarms that the owner has not taken yet.
     """
 
     def __init__(
@@ -132,7 +129,7 @@ class AttachedRecorder:
         self.step = step
         self.numbers: dict[str, float] = {}
         self._every = recorder.options.every
-        self._alarms = None if is_hosted else alarms
+        self._alarms, self.new_alarms = alarms, list[Alarm]()
         self._parameters: OptimizedParameters | None = parameters
         self._reading = reading
         self._collectors: Collectors | None = None
@@ -592,12 +589,15 @@ class AttachedRecorder:
         self.recorder._publish(observation)
 
     def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
-        """Pass an observation to the alarms, and record the alarms raised as events."""
+        """Pass an observation to the alarms, and record the alarms raised as events unless the owner does."""
         fresh = alarms.observe(observation)
+        self.new_alarms += fresh
         if (row := alarms._evidence_row(observation)) is not None:
             self.output.add(row.part, row.step, row.values, row.coords)
         if fresh or alarms.is_in_doubt:
             self.check_now()
+        if self.is_hosted:
+            return
         for alarm in fresh:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms._new_attribution(fresh)) is not None:

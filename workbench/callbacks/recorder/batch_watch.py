@@ -7,31 +7,61 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from workbench.callbacks.recorder.backward_passes import (
+    ScalerWatch,
+    are_cleared,
     current_pass,
     differentiable_in,
     differentiated_loss,
     follow,
     labels_from_gradient,
+    versions_of,
 )
-from workbench.callbacks.recorder.gradient_scaling import ScalerWatch, are_cleared, versions_of
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
-from workbench.callbacks.recorder.model_hook import ModelHook
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_examples, take_examples
 from workbench.models.calling import named_arguments
 from workbench.models.losses import are_classes, largest_losses, loss_in, prediction_of, targets_of, tensors_in
 from workbench.models.wrapping import bare, entrances
 from workbench.probes.batch import IGNORED, BatchProbe, lookahead
+
+
+class ModelHook:
+    """A forward hook that acts where a model is called, and does nothing where it is compiled, exported or transformed.
+
+    A graph that is traced contains nothing of it, so that it adds no graph break. A copy of the model, by ``deepcopy``,
+    ``pickle`` or ``torch.save``, has a function of Python in its place that does nothing.
+
+    Args:
+        act: Function with the arguments of a hook.
+    """
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        from torch._dynamo.eval_frame import skip_code
+
+        self._act = torch.compiler.disable(act)
+        skip_code(ModelHook.__call__.__code__)  # called within a compiled model but outside of its graphs
+
+    def __call__(self, *call: Any) -> None:
+        """Act, unless the model is traced."""
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or peek_interpreter_stack() is not None
+        if not is_traced:
+            self._act(*call)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to create the hook of a copy: a method that accepts any arguments and returns None."""
+        return getattr, (nullcontext(), "__exit__")
+
 
 #: Argument by which a Hugging Face Trainer passes the number of labels in all batches of an update; the losses are then
 #: summed.

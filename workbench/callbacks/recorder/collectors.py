@@ -14,12 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.recorder.full_parameters import OptimizedParameters
-from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
-from workbench.callbacks.recorder.probes import Around, ProbeCollector
-from workbench.callbacks.recorder.query_keys import SPECTRA_OF_HEADS, TERMS, QueryKeyWindow
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
+from workbench.callbacks.recorder.probes import (
+    SPECTRA_OF_HEADS,
+    TERMS,
+    Around,
+    ProbeCollector,
+    QueryKeyWindow,
+    ReductionCollector,
+)
 from workbench.callbacks.recorder.ranks import jointly, of_each_rank, on_ranks
-from workbench.callbacks.recorder.reduction import ReductionCollector
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
 from workbench.io.memory import free_memory
@@ -395,7 +399,7 @@ class Collectors:
         with self._passes():
             unscaled = sharpness(self.model, loss)
             try:
-                scaled = preconditioned_sharpness(self.model, loss, cast(torch.optim.Optimizer, self.optimizer))
+                scaled = preconditioned_sharpness(self.model, loss, cast("torch.optim.Optimizer", self.optimizer))
             except OptionError:  # no second moments
                 scaled = math.nan
         return {

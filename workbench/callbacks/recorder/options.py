@@ -1,19 +1,19 @@
-"""Options of a recorder: the parts that it measures and how often."""
+"""Options of a recorder, the metrics that a loop logs, and the probe as JSON values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from numbers import Real
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from workbench.errors import OptionError, require_listed
 from workbench.io.run_output import issue_warning
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from workbench.models.device_numbers import read_numbers
 
 #: Default number of steps between two measurements of each part; None if it is not measured.
 CADENCE: dict[str, int | None] = {
@@ -78,3 +78,89 @@ class RecorderOptions:
     alpha: float
     loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None
     profile_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+#: Metrics of every update, in the order in which they are stored; NaN if unknown.
+NUMBERS = (
+    "loss",
+    "auxiliary_loss",
+    "accuracy",
+    "grad_norm",
+    "learning_rate",
+    "batch_size",
+    "n_tokens",
+    "token_entropy",
+    "label_entropy",
+    "label_agreement",
+    "largest_losses",
+    "ignored_labels",
+    "repeated_examples",
+    "loss_weight",
+    "is_training",
+    "loss_scale",
+    "is_skipped",
+    "repeated_batch",
+    "lookahead",
+    "update_ratio",
+    "spike_score",
+)
+
+
+def as_number(name: str, value: Any) -> float | Tensor:
+    """Return a metric as a number, or as a 0-dim tensor that may not be computed yet.
+
+    Raises:
+        OptionError: If the value is not one number.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().reshape(())
+    if isinstance(value, np.ndarray) and value.size == 1:
+        return float(value.item())
+    if isinstance(value, Real):
+        return float(value)
+    raise OptionError.of(name, value, "one number", remedy="log its mean or another number")
+
+
+def as_floats(numbers: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """Return metrics as floats in their order; the host waits once for those that are still being computed."""
+    late = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
+    read = dict(zip(late, read_numbers([*late.values()]), strict=True))
+    return {name: read[name] if name in read else float(value) for name, value in numbers.items()}
+
+
+#: A probe with more numbers, such as images, is not stored with the run.
+_MOST_NUMBERS = 1 << 16
+
+
+def to_plain(probe: Any) -> Any:
+    """Return a probe as JSON values; None if it contains floating-point tensors or is large."""
+    try:
+        plain, n_numbers = _plain(probe)
+    except TypeError:
+        return None
+    return plain if n_numbers <= _MOST_NUMBERS else None
+
+
+def of_plain(plain: Any) -> Any:
+    """Return the probe from the result of `to_plain`; None for None."""
+    if not isinstance(plain, Mapping):
+        return plain
+    if "dtype" in plain:
+        return torch.tensor(plain["values"], dtype=getattr(torch, plain["dtype"]))
+    if "mapping" in plain:
+        return {name: of_plain(value) for name, value in plain["mapping"].items()}
+    return tuple(of_plain(value) for value in plain["tuple"])
+
+
+def _plain(value: Any) -> tuple[Any, int]:
+    if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
+        return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}, value.numel()
+    if isinstance(value, Mapping):
+        named = {name: _plain(part) for name, part in value.items()}
+        return {"mapping": {name: part for name, (part, _) in named.items()}}, sum(n for _, n in named.values())
+    if isinstance(value, tuple | list):
+        parts = [_plain(part) for part in value]
+        return {"tuple": [part for part, _ in parts]}, sum(n for _, n in parts)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value, 1
+    raise TypeError(f"{type(value).__name__} is not stored")

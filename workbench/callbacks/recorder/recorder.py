@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from workbench.callbacks.alarms import Alarms
-from workbench.callbacks.alarms.plans import planned_settings
 from workbench.callbacks.alarms.replaying import replay
-from workbench.callbacks.observation import Observation
-from workbench.callbacks.observers import Observers
+from workbench.callbacks.alarms.settings_sentinel import planned_settings
+from workbench.callbacks.observation import Observation, Observers
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.collectors import ModelReading, read_model
-from workbench.callbacks.recorder.full_parameters import OptimizedParameters
-from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, optimizers_in
-from workbench.callbacks.recorder.loggers import logging_observer
-from workbench.callbacks.recorder.options import CADENCE, RecorderOptions, checked_cadence
-from workbench.callbacks.recorder.probe_text import of_plain, to_plain
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters, optimizers_in
+from workbench.callbacks.recorder.options import CADENCE, RecorderOptions, checked_cadence, of_plain, to_plain
 from workbench.callbacks.recorder.ranks import is_first, meet, of_first_rank
 from workbench.errors import AnatomyError, OptionError, StoreError
-from workbench.io.background_writer import BackgroundWriter
+from workbench.io.background_writer import BackgroundWriter, RecordingWarning
 from workbench.io.provenance import versions
 from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
@@ -34,6 +34,7 @@ from workbench.models.wrapping import bare, is_shared
 from workbench.monitors.scalars import SpikeScore
 from workbench.option_checks import PositiveFloat, PositiveInt, checked
 from workbench.schema.events import Event
+from workbench.schema.runs import PARTS
 from workbench.training.configuration import describe_model, first_difference
 from workbench.training.recording import recorded_configuration
 from workbench.zoo.module_of import module_of
@@ -428,3 +429,100 @@ def _spikes_before(step: int, path: Path | None) -> SpikeScore:
             for loss in of_steps.values[of_steps["step"].values < step]:
                 spikes.update(loss)
     return spikes
+
+
+#: Statistics over layers, heads, experts or modules.
+_SUMMARIES: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.nanmean, "min": np.nanmin, "max": np.nanmax}
+
+
+def logging_observer(log: Any) -> Callable[[Observation], None]:
+    """Return an observer for `Recorder.observe` that passes numbers on to another logger.
+
+    An exception of the logger does not stop the training; the first one is reported as a `RecordingWarning`.
+
+    Args:
+        log: An object with ``add_scalar(tag, value, step)``, such as ``torch.utils.tensorboard.SummaryWriter``; or a
+            function of a dictionary of numbers, called as ``log(numbers, step=...)`` like ``wandb.log``, or as
+            ``log(numbers)`` with ``"step"`` among the numbers.
+
+    Returns:
+        A function of an observation. See `numbers` for the names.
+
+    Raises:
+        OptionError: If ``log`` is neither.
+    """
+    send = _sender(log)
+    has_warned = False
+
+    def send_on(observation: Observation) -> None:
+        nonlocal has_warned
+        try:
+            send(numbers(observation), int(observation.step))
+        except Exception as error:  # noqa: BLE001  (third-party code; training continues)
+            if not has_warned:
+                has_warned = True
+                warnings.warn(
+                    f"The logger failed at step {observation.step} ({type(error).__name__}: {error}); training "
+                    "continues, and the run's record contains the values that the logger missed.",
+                    RecordingWarning,
+                    stacklevel=2,
+                )
+
+    return send_on
+
+
+def numbers(observation: Observation) -> dict[str, float]:
+    """Return an observation as named numbers.
+
+    Args:
+        observation: Observation of one part at one step.
+
+    Returns:
+        Scalars unchanged (``monitors/loss``); of arrays, the mean, minimum and maximum over layers, heads, experts and
+        modules, ignoring NaN (``router/max_violation/mean``), separately for each term if there are terms
+        (``attention/effective_rank/D2/min``). Arrays of NaN alone, complex numbers and text are left out.
+    """
+    named: dict[str, float] = {}
+    rules = PARTS.get(observation.part, {})
+    for name, value in observation.values.items():
+        values = np.asarray(value)
+        if values.dtype.kind not in "biuf":
+            continue
+        tag = f"{observation.part}/{name}"
+        if values.ndim == 0:
+            named[tag] = float(values)
+        elif name in rules and rules[name].dims[-1] == "term":
+            for term, of_term in zip(observation.coords["term"], np.moveaxis(values, -1, 0), strict=True):
+                named |= _summary(f"{tag}/{term}", of_term)
+        else:
+            named |= _summary(tag, values)
+    return named
+
+
+def _summary(tag: str, values: np.ndarray) -> dict[str, float]:
+    values = values.astype(np.float64)
+    if np.isnan(values).all():
+        return {}
+    with np.errstate(invalid="ignore"):  # the mean of inf and -inf
+        return {f"{tag}/{word}": float(summary(values)) for word, summary in _SUMMARIES.items()}
+
+
+def _sender(log: Any) -> Callable[[dict[str, float], int], None]:
+    """Return a function that passes the numbers of a step to a logger."""
+    if hasattr(log, "add_scalar"):
+
+        def send_each(named: dict[str, float], step: int) -> None:
+            for tag, value in named.items():
+                log.add_scalar(tag, value, step)
+
+        return send_each
+    if not callable(log):
+        expected = "an object with add_scalar(tag, value, step) or a function of a dictionary, such as wandb.log"
+        raise OptionError.of("log", log, expected)
+    try:
+        parameters = list(inspect.signature(log).parameters.values())
+    except (TypeError, ValueError):  # a compiled function
+        parameters = []
+    if any(parameter.name == "step" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return lambda named, step: log(named, step=step)
+    return lambda named, step: log({"step": step, **named})

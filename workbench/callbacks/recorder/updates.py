@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 
-from workbench.callbacks.recorder.full_parameters import OptimizedParameters
-from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
 from workbench.callbacks.recorder.ranks import jointly, summed_over_ranks
 from workbench.models.device_numbers import in_pieces, read_numbers
 from workbench.models.readable_weights import local_part
