@@ -29,7 +29,6 @@ from tests.model_state import differences, frozen, output_of, state_of, state_of
 from workbench.diagnosis import check_fits
 from workbench.io.background_writer import RecordingWarning
 from workbench.koopman.spectra import RankWarning
-from workbench.scaling.coordinate_checks import layer_outputs
 from workbench.training.callback import TrainingRun
 from workbench.zoo.constructors import is_zoo_model
 
@@ -344,7 +343,6 @@ CALLS = {
         ("sweeps.measure_case",),
         breaks_at=(0.5,),
     ),
-    "outputs of layers": Call(lambda of, _: layer_outputs(of.model, of.inputs, of.anatomy())),
     "a design": Call(lambda of, _: wb.design(of.model), ("design",), frozenset({*ZOO, "llama"})),
     "hardware": Call(
         lambda of, _: wb.hardware.assess_hardware(of.model, of.batches, PLAN, n_batches=1, hazards=HAZARDS),

@@ -53,7 +53,6 @@ from .models.subject import Subject as Subject
 from .rates.find_rate import find_rate as find_rate
 from .reports.make_report import report as report
 from .scaling.designs import design as design
-from .scaling.ladder_study import scaling_study as scaling_study
 from .studies import early_warning as early_warning
 from .studies import outcomes as outcomes
 from .studies import published as published

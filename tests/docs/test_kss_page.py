@@ -100,7 +100,7 @@ def test_every_number_is_that_of_the_data(shaping, controls, rates):
         *claims_on_useful_rates(rates),
     ]
     settings = (
-        f"{wb.published.shaping_table().attrs['n_runs']} runs per row",
+        f"{page_module(PAGE).published()['runs'].max()} runs per row",
         f"From {wb.KSS.recommended().options.n_snapshots} token states",
         "values below 1:", "p < 0.05", "test (1947)", "*rank 8*", "directions instead of 32", "at width 256",
         "the interval of 95 %",

@@ -10,7 +10,7 @@ from PIL import Image
 from tests.about import says
 from tests.studies.test_outcomes import grid_of
 from workbench.errors import StoreError
-from workbench.plots import dose_response, eigenvalue_map, explosion_edge, layer_profile, save, step_grid
+from workbench.plots import eigenvalue_map, explosion_edge, layer_profile, save, step_grid
 from workbench.plots.figure_files import picture_of
 from workbench.plots.radar_figure import radar
 from workbench.plots.traces_figure import traces
@@ -64,7 +64,6 @@ RUN_FIGURES = {
     "layer_profile of runs": (layer_profile, "Pre-LN", {"step": 10, "measures": ["rank"]}),
     "eigenvalue_map of runs": (eigenvalue_map, "Pre-LN", {"step": "last"}),
     "explosion_edge": (explosion_edge, "outcomes", {}),
-    "dose_response": (dose_response, "outcomes", {"measures": ["divergence_rate"]}),
 }
 
 

@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 
-import workbench as wb
 from tests.about import about, says
 from tests.plots.panels import bokeh_panels
-from tests.studies.test_outcomes import KNOWN, grid_of, outcomes_of
+from tests.studies.test_outcomes import grid_of
 from workbench.errors import OptionError, SchemaError
-from workbench.plots import dose_response, explosion_edge
-from workbench.plots.dose_response_figure import Responses
+from workbench.plots import explosion_edge
 from workbench.plots.explosion_edge_figure import dodged, edges_of, spread
 from workbench.plots.style import MODEL_COLORS
 
@@ -21,9 +19,6 @@ RATES = {"none": (0.0, 0.5, 1.0), "clip 1.0": (None, 0.1, 0.9), "KSS, best": (0.
 @pytest.fixture(scope="module")
 def sweep():
     return grid_of(RATES)
-
-
-# ---- explosion_edge
 
 
 def test_edges_are_the_rates_of_the_table(sweep):
@@ -87,52 +82,6 @@ def test_styles_of_the_edge_figure_follow_places(sweep):
         explosion_edge(some, places={"KSS, best": 2})
 
 
-# ---- dose_response
-
-
-def test_responses_have_the_values_of_the_table():
-    table = outcomes_of(KNOWN)
-    rates = Responses.of(table, "divergence_rate")
-    assert rates.controls == ("none", "KSS")
-    assert rates.values.tolist() == [0.25, 0.25]
-    assert (rates.intervals[0] < 0.25).all()
-    assert (rates.intervals[1] > 0.25).all()
-    assert rates.published[0] == pytest.approx(16 / 24)
-    assert np.isnan(rates.published[1])  # not in the paper
-    assert rates.reference == 0.25
-    accuracy = Responses.of(table, "accuracy")
-    np.testing.assert_allclose(accuracy.values, [0.4, 0.3])
-    assert accuracy.n_runs.tolist() == [3, 3]
-    assert accuracy.runs["row"].tolist() == [0, 0, 0, 1, 1, 1]
-    assert accuracy.runs["value"].tolist() == [0.2, 0.4, 0.6, 0.3, 0.5, 0.1]
-    assert accuracy.reference == pytest.approx(0.4)
-
-
-def test_elements_of_the_dose_figure(sweep):
-    rates, accuracy = dose_response(sweep)
-    ours = rates.traverse(lambda part: part, ["Points"])[0]
-    assert ours["control"].tolist() == [0.0, -1.0, -2.0, -3.0]
-    np.testing.assert_allclose(ours.dimension_values(0), [0.5, 0.5, 1 / 30, 1.0])
-    (word,) = accuracy.traverse(lambda part: part, ["Labels"])
-    assert [*word.array()[0]] == [0.0, -3.0, "all runs diverged"]
-    published = rates.traverse(lambda part: part, ["Points"])[1]
-    theirs = wb.published.shaping_table()["divergence_rate"]
-    np.testing.assert_allclose(published.dimension_values(0), theirs.sel(control=["none", "clip 1.0"]))
-    left, right = bokeh_panels(dose_response(sweep))
-    assert left.select_one({"name": "note_above"}).text == "● ours, 20 to 30 runs, 95 % interval   ◇ published   │ none"
-    assert right.select_one({"name": "note_above"}).text.startswith("● ours, 0 to 29 runs   ◇")
-    assert left.yaxis[0].ticker.ticks == [0, -1, -2, -3]
-    assert left.yaxis[0].major_label_overrides[-2] == "KSS, best"
-
-
-def test_without_published_values_and_without_a_reference():
-    table = outcomes_of(KNOWN)
-    table = table.assign_coords(control=("run", np.char.add("my ", table["control"].values.astype(str))))
-    (rates,) = dose_response(table, measures="divergence_rate")
-    assert len(rates.traverse(lambda part: part, ["Points"])) == 1
-    assert not rates.traverse(lambda part: part, ["Curve"])
-
-
 @pytest.mark.parametrize(
     ("call", "error", "check"),
     [
@@ -143,13 +92,6 @@ def test_without_published_values_and_without_a_reference():
             SchemaError,
             says("The table of outcomes has no run; select at least one."),
         ),
-        (lambda data: dose_response(data, measures="loss"), SchemaError, about("measures", "loss")),
-        (
-            lambda data: dose_response(data, measures=[]),
-            SchemaError,
-            says("measures is empty; choose from divergence_rate, accuracy,"),
-        ),
-        (lambda data: dose_response(data, backend="plotly"), OptionError, about("backend", "plotly")),
     ],
 )
 def test_invalid_input_is_rejected(sweep, call, error, check):

@@ -8,12 +8,9 @@ import xarray as xr
 from PIL import Image
 
 from tests.plots.test_reliability import ONE
-from tests.plots.test_roc import GOOD
-from workbench.plots import predictor_table, save
-from workbench.plots.decision_chart_figure import decision_chart
+from workbench.plots import save
 from workbench.plots.reliability_figure import reliability
 from workbench.plots.risk_curve_figure import risk_curve
-from workbench.plots.roc_figure import roc
 
 pytestmark = pytest.mark.render
 
@@ -25,36 +22,13 @@ RISK = xr.Dataset(
     {"learning_rate": [1e-3, 1e-2, 1e-1]},
     {"n_steps": 480, "d_model": 64, "reason": ""},
 )
-PREDICTORS = xr.Dataset(
-    {
-        "auroc": ("predictor", [0.8, 0.4]),
-        "low": ("predictor", [0.7, np.nan]),
-        "high": ("predictor", [0.9, np.nan]),
-        "published_auroc": ("predictor", [0.9, np.nan]),
-    },
-    {"predictor": ["M", "rho"]},
-)
-MODELS = xr.Dataset(
-    {
-        "near_unit_mass": ("model", [0.1, 0.8]),
-        "eigenvector_condition": ("model", [10.0, np.inf]),
-        "has_diverged": ("model", [0.0, 1.0]),
-    },
-    {"model": ["Pre-LN", "No-Norm"]},
-)
 FIGURES = {
-    "roc": lambda backend: roc({"M": GOOD}, backend=backend),
     "reliability": lambda backend: reliability(ONE, backend=backend),
-    "predictor_table": lambda backend: predictor_table(PREDICTORS, backend=backend),
     "risk_curve": lambda backend: risk_curve(RISK, learning_rate=3e-3, backend=backend),
-    "decision_chart": lambda backend: decision_chart(MODELS, backend=backend),
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("risk_curve", "reliability") else pytest.mark.slow) for name in FIGURES],
-)
+@pytest.mark.parametrize("name", FIGURES)
 def test_both_backends_draw_it_without_a_warning(name, tmp_path, recwarn):
     from matplotlib import pyplot as plt
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.about import about
-from workbench.errors import OptionError
+from tests.docs.page_numbers import page_module
 from workbench.schema.runs import SPECTRA
+from workbench.studies.outcomes import PUBLISHED_AUROC
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,6 @@ def test_what_is_not_published_is_nan_and_the_rest_is_possible():
     assert (mass.fillna(0) <= 1).all()
 
 
-def test_the_norms_are_those_of_table_1():
-    table, norms = wb.published.architectures(), wb.published.normalization_table()
-    first_six = table.isel(architecture=slice(6))
-    np.testing.assert_array_equal(first_six.expansive_mass, norms.expansive_mass)
-    np.testing.assert_allclose(first_six.near_unit_mass, norms.near_unit_mass, atol=0.011)  # .79 and .80 for No-Norm
-
-
 def test_depth_thirds_have_the_names_of_our_spectra():
     thirds = wb.published.depth_thirds()
     assert set(thirds.data_vars) <= set(SPECTRA)
@@ -77,22 +70,17 @@ def test_depth_thirds_have_the_names_of_our_spectra():
     ],
 )
 def test_shaping_table(control, percent):
-    row = 100 * wb.published.shaping_table().sel(control=control)
+    row = 100 * page_module("docs/results/kss.md").published().loc[control]
     assert {name: float(row[name]) for name in percent} == pytest.approx(percent, abs=0.05)
 
 
 def test_controls_of_the_paper_are_controls_of_ours():
-    table = wb.published.shaping_table()
-    names = list(table["control"].values)
-    assert len(names) == len(set(names)) == 22
-    assert {name for name in names if "KSS" not in name} == set(wb.baselines.controls())
-    assert np.isnan(table.near_unit_mass.sel(control=["Lion", "spectral norm"])).all()
-    assert np.isnan(table.overhead.sel(control=["none", "clip 0.5"])).all()
-    for name, values in table.data_vars.items():
-        assert ((values.fillna(0) >= 0) & (values.fillna(0) <= 1)).all()
-        assert values.attrs["long_name"], name
-    counts = table.divergence_rate * table.attrs["n_runs"]
-    np.testing.assert_allclose(counts, counts.round())
+    table = page_module("docs/results/kss.md").published()
+    assert len(table) == table.index.nunique() == 22
+    assert {name for name in table.index if "KSS" not in name} == set(wb.baselines.controls())
+    assert table["near_unit_mass"][["Lion", "spectral norm"]].isna().all()
+    assert table["overhead"][["none", "clip 0.5"]].isna().all()
+    assert table.drop(columns=["diverged", "runs"]).fillna(0).stack().between(0, 1).all()
 
 
 def test_largest_stable_rates():
@@ -102,63 +90,8 @@ def test_largest_stable_rates():
     assert (rates.sel(control="KSS .15, published") > rates.sel(control="none")).all()
 
 
-def test_predictor_table():
-    table = wb.published.predictor_table()
-    assert table.sizes["predictor"] == 8
-    mass = table.sel(predictor="M")
-    assert [float(mass[name]) for name in ("auroc", "low", "high")] == [0.995, 0.986, 1.0]
-    others = table.drop_sel(predictor="M")
-    assert np.isnan(others.low).all()
-    assert np.isnan(others.high).all()
-    found = {name: float(table.auroc.sel(predictor=name)) for name in ("rho", "initial grad norm", "loss spikes")}
-    assert found == {"rho": 0.845, "initial grad norm": 0.621, "loss spikes": 0.758}
-    assert table.auroc.values.argsort()[::-1].tolist() == [0, 1, 2, 7, 6, 3, 5, 4]  # as the paper ranks them
-    assert table.attrs["ece_of_mass"] == 0.283
-
-
-def test_decision_chart_has_numbers_for_the_mass_and_none_for_kappa():
-    chart = wb.published.decision_chart()
-    assert chart.near_unit_mass.values.tolist() == [0.3, 0.5]
-    assert chart["zone"].values.tolist() == ["proceed", "high risk"]
-    assert np.isnan(chart.eigenvector_condition).all()
-    assert "none for the eigenvector condition" in chart.attrs["note"]
-    with_numbers = wb.published.decision_chart(modest_condition=10, large_condition=100)
-    assert with_numbers.eigenvector_condition.values.tolist() == [10, 100]
-
-
-@pytest.mark.parametrize(
-    ("mass", "condition", "by_mass_alone", "by_both"),
-    [
-        (0.1, 5, "proceed", "proceed"),
-        (0.1, 50, "proceed", "caution"),
-        (0.1, 500, "proceed", "high risk"),
-        (0.1, np.inf, "proceed", "high risk"),
-        (0.4, 5, "caution", "caution"),
-        (0.8, 5, "high risk", "high risk"),
-        (0.3, 5, "caution", "caution"),  # the borders belong to neither side
-        (0.5, 5, "caution", "caution"),
-        (0.1, 10, "proceed", "caution"),
-        (0.1, 100, "proceed", "caution"),
-        (np.nan, 5, "", ""),
-        (0.1, np.nan, "proceed", ""),
-        (0.8, np.nan, "high risk", "high risk"),
-        (np.nan, 500, "", "high risk"),
-    ],
-)
-def test_decision_zones(mass, condition, by_mass_alone, by_both):
-    chart = wb.published.decision_chart(modest_condition=10, large_condition=100)
-    assert wb.published.decision_zones(mass, condition) == by_mass_alone
-    assert wb.published.decision_zones([mass] * 2, condition, chart=chart).tolist() == [by_both] * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "name", "value"),
-    [
-        ({"modest_condition": 0.5}, "modest_condition", 0.5),
-        ({"large_condition": np.inf}, "large_condition", np.inf),
-        ({"modest_condition": 9, "large_condition": 3}, "modest_condition", 9),
-    ],
-)
-def test_impossible_limits_of_kappa_are_rejected(options, name, value):
-    with pytest.raises(OptionError, check=about(name, value)):
-        wb.published.decision_chart(**options)
+def test_published_areas_of_predictors():
+    area = {name: value for name, (value, _, _) in PUBLISHED_AUROC.items()}
+    assert PUBLISHED_AUROC["M"] == (0.995, 0.986, 1.0)
+    assert (area["rho"], area["initial grad norm"], area["loss spikes"]) == (0.845, 0.621, 0.758)
+    assert np.argsort([*area.values()])[::-1].tolist() == [0, 1, 2, 7, 6, 3, 5, 4]  # as the paper ranks them

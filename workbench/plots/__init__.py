@@ -17,23 +17,18 @@ See Also:
 from workbench.option_checks import publish
 from workbench.plots.comparison_table_figure import comparison_table
 from workbench.plots.criteria_bands_figure import criteria_bands
-from workbench.plots.decision_chart_figure import decision_chart
 from workbench.plots.diagnosis_figures import cause_bars, evidence_bars, evidence_timeline
-from workbench.plots.dose_response_figure import dose_response
 from workbench.plots.eigenvalue_map_figure import eigenvalue_map
 from workbench.plots.explosion_edge_figure import explosion_edge
 from workbench.plots.figure_files import save
 from workbench.plots.flow_map_figure import flow_map
 from workbench.plots.layer_profile_figure import layer_profile
 from workbench.plots.pilot_losses_figure import pilot_losses
-from workbench.plots.predictor_figure import predictor_frame, predictor_table
 from workbench.plots.radar_figure import radar
 from workbench.plots.rate_bands_figure import rate_bands
 from workbench.plots.rate_curve_figure import rate_curve
 from workbench.plots.reliability_figure import reliability
 from workbench.plots.risk_curve_figure import risk_curve
-from workbench.plots.roc_figure import roc
-from workbench.plots.scaling_trend_figure import scaling_trend
 from workbench.plots.step_grid_figure import step_grid
 from workbench.plots.timeline_figure import timeline
 from workbench.plots.traces_figure import traces
@@ -43,8 +38,6 @@ __all__ = [
     "cause_bars",
     "comparison_table",
     "criteria_bands",
-    "decision_chart",
-    "dose_response",
     "eigenvalue_map",
     "evidence_bars",
     "evidence_timeline",
@@ -52,16 +45,12 @@ __all__ = [
     "flow_map",
     "layer_profile",
     "pilot_losses",
-    "predictor_frame",
-    "predictor_table",
     "radar",
     "rate_bands",
     "rate_curve",
     "reliability",
     "risk_curve",
-    "roc",
     "save",
-    "scaling_trend",
     "step_grid",
     "timeline",
     "traces",

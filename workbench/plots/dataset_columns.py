@@ -85,15 +85,6 @@ def by_name(
     return {str(key): value for key, value in datasets.items()}
 
 
-def names_along(data: xr.Dataset | xr.DataArray, dim: str) -> list[str]:
-    """Return labels along a dimension: its ``long_name``, else its coordinate, else numbers."""
-    if "long_name" in data.coords and data["long_name"].dims == (dim,):
-        return [str(name) for name in data["long_name"].values]
-    if dim in data.coords:
-        return [str(name) for name in data[dim].values]
-    return [str(i) for i in range(data.sizes[dim])]
-
-
 def _described(value: object) -> str:
     if isinstance(value, Mapping) and not value:
         return "an empty dict"

@@ -62,7 +62,6 @@ def reliability(
 
     See Also:
         `workbench.risk.reliability`: Computes the bins.
-        `workbench.plots.roc`: Draws how well scores separate the outcomes.
     """
     series = bins_of(reliability)
     order = style.model_places([bins.name for bins in series], places)

@@ -20,7 +20,7 @@ from workbench.risk.edge_regression import Edges
 from workbench.risk.features import FEATURES, feature_table
 from workbench.risk.predictors import predictor_scores
 from workbench.risk.risk import Probability, Risk, over_rates, predict
-from workbench.risk.scores import auroc, calibration_error, reliability, roc_curve
+from workbench.risk.scores import auroc, calibration_error, reliability
 from workbench.risk.shipped_model import shipped
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "predict",
     "predictor_scores",
     "reliability",
-    "roc_curve",
     "shipped",
 ]
 

@@ -48,7 +48,7 @@ def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
 
     See Also:
         `workbench.risk.auroc`: Evaluates a score.
-        `workbench.plots.predictor_table`: Draws the AUROC of the predictors.
+        `workbench.outcomes.predictor_table`: Computes the AUROC of the predictors.
     """
     import xarray as xr
 

@@ -66,54 +66,11 @@ def auroc(
         0.75
 
     See Also:
-        `workbench.risk.roc_curve`: Computes the ROC curve.
+        `workbench.outcomes.predictor_table`: Evaluates the predictors of RKSP.
     """
     return auroc_within(
         score, label, np.zeros(np.size(score), int), n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level
     )
-
-
-@checked
-def roc_curve(
-    score: ArrayLike, label: ArrayLike, *, n_bootstrap: NonNegativeInt = 1000,
-    seed: NonNegativeInt = 0, groups: ArrayLike | None = None, level: Level = 0.95,
-) -> xr.Dataset:  # fmt: skip
-    """Compute the ROC curve of a score; the arguments are those of `auroc`.
-
-    Returns:
-        Dataset with dimension ``point``: ``false_positive_rate``, ``true_positive_rate`` and ``threshold``. A run whose
-        score is at least the threshold counts as positive; the first threshold is infinite, without positives.
-        Attributes: ``auroc``, ``low``, ``high``, ``level``, ``n_runs``, ``n_diverged``.
-
-    Raises:
-        OptionError: As in `auroc`.
-        SchemaError: As in `auroc`.
-
-    Example:
-        >>> import workbench as wb
-        >>> curve = wb.risk.roc_curve([0.1, 0.4, 0.3, 0.9], [False, False, True, True], n_bootstrap=0)
-        >>> curve["true_positive_rate"].values, curve.attrs["auroc"]
-        (array([0. , 0.5, 0.5, 1. , 1. ]), 0.75)
-
-    See Also:
-        `workbench.plots.roc`: Draws the curve.
-        `workbench.risk.auroc`: Computes the area under the curve.
-    """
-    import xarray as xr
-    from sklearn import metrics
-
-    found = auroc(score, label, n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level)
-    scores, labels = _pair(score, label)
-    values, rank = np.unique(scores, return_inverse=True)  # scikit-learn rejects infinite scores.
-    false_positive_rate, true_positive_rate, _ = metrics.roc_curve(labels, rank, drop_intermediate=False)
-    columns = {
-        "false_positive_rate": false_positive_rate,
-        "true_positive_rate": true_positive_rate,
-        "threshold": np.concatenate([[np.inf], values[::-1]]),
-    }
-    attrs = {"auroc": found.value, "low": found.low, "high": found.high, "level": level}
-    attrs |= {"n_runs": len(labels), "n_diverged": int(labels.sum())}
-    return xr.Dataset({name: ("point", values) for name, values in columns.items()}, attrs=attrs)
 
 
 @checked

@@ -171,7 +171,6 @@ def design(
     See Also:
         `workbench.scaling.Design`: Describes the result.
         `workbench.assess`: Assesses a design before training.
-        `workbench.scaling_study`: Measures a design at several sizes.
     """
     if isinstance(source, Design):
         found, default_name = source.source, source.name

@@ -85,16 +85,6 @@ class RunState(StrEnum):
     UNCLOSED = "ended without being closed"
 
 
-class CoordinateState(StrEnum):
-    """Result of a coordinate check: the behavior of updates as the width increases."""
-
-    PASSES = "passes"
-    GROWS = "grows"
-    VANISHES = "vanishes"
-    DIVERGED = "diverged"
-    TOO_FEW_WIDTHS = "too few widths"
-
-
 class FailureKind(StrEnum):
     """Way in which a run failed, as shown by its loss."""
 

@@ -51,6 +51,19 @@ RATES = {
     "accuracy": ("accuracy", "mean over the runs that converged; NaN if none did"),
     "near_unit_mass": ("near-unit mass M", "final M, mean over the runs that converged and have it; NaN if none do"),
 }
+#: Predictor of divergence -> published AUROC and its 95 % interval (RKSP Table 2; published for M alone).
+#: "grad norm variance" is the variance over steps 1 to 100, and "loss spikes" the number of spikes in steps 1 to 500;
+#: M, rho, kappa and the initial gradient norm are known before training.
+PUBLISHED_AUROC = {
+    "M": (0.995, 0.986, 1.00),
+    "M log10(kappa)": (0.873, np.nan, np.nan),
+    "rho": (0.845, np.nan, np.nan),
+    "kappa": (0.687, np.nan, np.nan),
+    "initial grad norm": (0.621, np.nan, np.nan),
+    "grad norm at step 100": (0.685, np.nan, np.nan),
+    "grad norm variance": (0.702, np.nan, np.nan),
+    "loss spikes": (0.758, np.nan, np.nan),
+}
 
 
 @checked
@@ -83,7 +96,7 @@ def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: Leve
 
     See Also:
         `workbench.outcomes.divergence_where_both_ran`: Compares two controls cell by cell.
-        `workbench.plots.dose_response`: Draws the rates over the dose of a control.
+        `workbench.plots.explosion_edge`: Draws the rates over the learning rate.
     """
     import pandas as pd
     import xarray as xr
@@ -335,13 +348,10 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: NonNegativeInt = 1000, se
         (['M', 'M log10(kappa)'], 0.995)
 
     See Also:
-        `workbench.published.predictor_table`: The published values alone.
         `workbench.risk.predictor_scores`: The scores of the predictors.
         `workbench.samples.divergence_sweep`: A recorded sweep.
     """
     import xarray as xr
-
-    from workbench.studies.published import predictor_table as published_table
 
     scores = predictor_scores(sweep)
     label = sweep["has_diverged"].values.astype(bool)
@@ -377,8 +387,10 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: NonNegativeInt = 1000, se
         for name, values in zip(names, zip(*rows, strict=True), strict=True)
     }
     table = xr.Dataset(variables, {"predictor": scores["predictor"].values})
-    published = published_table().sel(predictor=table["predictor"])
-    return table.assign({f"published_{name}": published[name] for name in ("auroc", "low", "high")})
+    for name, values in zip(("auroc", "low", "high"), zip(*PUBLISHED_AUROC.values(), strict=True), strict=True):
+        of = dict(zip(PUBLISHED_AUROC, values, strict=True))
+        table[f"published_{name}"] = ("predictor", [of[predictor] for predictor in table["predictor"].values])
+    return table
 
 
 def _auroc(score: np.ndarray, label: np.ndarray, groups: np.ndarray, n_bootstrap: int, seed: int) -> Auroc:

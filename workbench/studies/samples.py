@@ -224,7 +224,7 @@ def divergence_table() -> xr.Dataset:
         ('architecture', 'learning_rate', 'seed')
 
     See Also:
-        `workbench.published.normalization_table`: The published divergence rates.
+        `workbench.published.architectures`: The published divergence rates.
     """
     return _recorded("divergence.nc")
 
@@ -254,7 +254,7 @@ def shaping(*studies: str) -> xr.Dataset:
 
     See Also:
         `workbench.outcomes.divergence_rates`: Computes divergence rates from it.
-        `workbench.published.shaping_table`: The published results.
+        `workbench.published.largest_stable_rates`: The published rates.
     """
     return _of_studies(_recorded("shaping.nc"), studies)
 
@@ -383,7 +383,7 @@ def scaling() -> xr.Dataset:
     """Open the recorded predictions of explosion edges from ladders of smaller models; see data/README.md.
 
     Returns:
-        Dataset with dim ``architecture``, with the variables of `workbench.scaling_study`.
+        Dataset with dim ``architecture``, with the variables of ``scaling_study`` in ``data/make_scaling.py``.
 
     Raises:
         StoreError: If the file is missing.
@@ -394,7 +394,7 @@ def scaling() -> xr.Dataset:
         ['Pre-LN', 'No-Norm']
 
     See Also:
-        `workbench.scaling_study`: Makes such a prediction.
+        `workbench.design`: Creates a design that can be built at several sizes.
     """
     return _recorded("scaling.nc")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -146,15 +146,6 @@ class TrainingPlan:
         if loss > self.loss_limit:
             return "loss"
         return "grad_norm" if grad_norm > self.grad_norm_limit else ""
-
-
-def departures(**settings: Any) -> dict[str, Any]:
-    """Return the settings that differ from the defaults of `TrainingPlan`."""
-    defaults = {
-        item.name: item.default if item.default_factory is MISSING else item.default_factory()
-        for item in fields(TrainingPlan)
-    }
-    return {name: value for name, value in settings.items() if value != defaults[name]}
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ladder_trend import along_trend, fit_trend, line_through
 from scipy import stats
-
-from workbench.scaling.trend import along_trend, fit_trend, line_through
 
 WIDTHS, DEPTHS = np.array([16, 32, 64]), np.array([4, 4, 4])
 

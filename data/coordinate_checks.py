@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from ladder_trend import line_through
+from size_ladder import LadderTrainer, Rung
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from workbench.errors import OptionError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.probing import undisturbed, watch
 from workbench.models.wrapping import unwrap
-from workbench.option_checks import Level, PositiveFloat, PositiveInt, checked
-from workbench.scaling.size_ladder import LadderTrainer, Rung
-from workbench.scaling.trend import line_through
-from workbench.schema.statuses import CoordinateState
 
 if TYPE_CHECKING:
     import xarray as xr
 
+#: Results of a check: the behavior of updates as the width increases.
+PASSES, GROWS, VANISHES, DIVERGED, TOO_FEW_WIDTHS = "passes", "grows", "vanishes", "diverged", "too few widths"
 #: Updates grow with the width if the interval of the exponent lies above the first limit, and vanish if it lies below
 #: the second.
 LARGEST_EXPONENT, SMALLEST_EXPONENT = 0.25, -0.5
@@ -72,11 +71,11 @@ def coordinate_sizes(
         its change after 1 to ``n_steps`` updates at a constant learning rate, shape (step,), NaN from a divergence on.
     """
     model = trainer.model(rung, seed)
-    inputs = on_device_of(model, trainer.task_of(seed).probe(_PROBE_TOKENS))
+    inputs = on_device_of(model, trainer.task(seed).probe(_PROBE_TOKENS))
     anatomy = read_anatomy(model, inputs)
     before = layer_outputs(model, inputs, anatomy)
     changes = {name: np.full(n_steps, np.nan) for name in before}
-    for step, record in enumerate(trainer.runs(model, seed, learning_rate, n_steps, is_rate_constant=True)):
+    for step, record in enumerate(trainer.runs(model, seed, learning_rate, n_steps)):
         if record.diverged:
             break
         after = layer_outputs(model, inputs, anatomy)
@@ -85,15 +84,8 @@ def coordinate_sizes(
     return {name: _rms(output) for name, output in before.items()}, changes
 
 
-@checked
 def coordinate_check(
-    trainer: LadderTrainer,
-    rungs: Sequence[Rung],
-    seeds: Sequence[int],
-    *,
-    learning_rate: PositiveFloat,
-    n_steps: PositiveInt = 10,
-    level: Level = 0.95,
+    trainer: LadderTrainer, rungs: Sequence[Rung], seeds: Sequence[int], *, learning_rate: float, n_steps: int = 10
 ) -> xr.Dataset:
     """Measure how the change of the output of each layer group scales with width (Yang et al. 2022, Appendix D.1).
 
@@ -102,12 +94,11 @@ def coordinate_check(
     too large for a wide one.
 
     Args:
-        trainer: Builder and trainer of the models; its warm-up and schedule are ignored.
+        trainer: Builder and trainer of the models.
         rungs: Sizes of the same depth.
         seeds: Seeds of parameters and data.
         learning_rate: A learning rate at which the widest model does not diverge.
         n_steps: Number of updates.
-        level: Level of the intervals.
 
     Returns:
         Dataset with dimensions ``rung``, ``seed``, ``step`` (number of updates) and ``layer_group``: ``initial_size``
@@ -117,15 +108,9 @@ def coordinate_check(
         width; ``initial_exponent``, the same for the initial outputs; ``coordinate_state`` (``"passes"``, ``"grows"``,
         ``"vanishes"``, ``"diverged"`` or ``"too few widths"``), ``passes_coordinate_check`` and ``coordinate_reason``.
         Values are NaN from a divergence on, and where no output changed.
-
-    Raises:
-        OptionError: If the rungs have several depths, or there are no steps.
-        AnatomyError: If the residual stream cannot be read.
     """
     import xarray as xr
 
-    if len({rung.depth for rung in rungs}) != 1:
-        raise OptionError("A coordinate check compares widths at one depth; pass rungs of the same depth.")
     found = [
         [coordinate_sizes(trainer, rung, seed, learning_rate=learning_rate, n_steps=n_steps) for seed in seeds]
         for rung in rungs
@@ -136,8 +121,8 @@ def coordinate_check(
     change = np.array([[[sizes.get(name, missing) for name in groups] for _, sizes in row] for row in found])
     change = np.moveaxis(change, -1, 2)  # (rung, seed, step, group)
     log_width = np.log([rung.width for rung in rungs])
-    lines = [line_through(log_width, _log(change[..., g]).mean(-1), level=level) for g in range(len(groups))]
-    initial_lines = [line_through(log_width, _log(initial[..., g]), level=level) for g in range(len(groups))]
+    lines = [line_through(log_width, _log(change[..., g]).mean(-1)) for g in range(len(groups))]
+    initial_lines = [line_through(log_width, _log(initial[..., g])) for g in range(len(groups))]
     data = xr.Dataset(
         {
             "initial_size": (("rung", "layer_group"), _mean_size(initial)),
@@ -158,40 +143,40 @@ def coordinate_check(
     )
     data["coordinate_exponent"].attrs = {"largest_healthy": LARGEST_EXPONENT, "smallest_healthy": SMALLEST_EXPONENT}
     state, reason = _verdict(data)
-    data["coordinate_state"] = ((), state.value)
-    data["passes_coordinate_check"] = ((), state is CoordinateState.PASSES)
+    data["coordinate_state"] = ((), state)
+    data["passes_coordinate_check"] = ((), state == PASSES)
     data["coordinate_reason"] = ((), reason)
     return data
 
 
-def _verdict(data: xr.Dataset) -> tuple[CoordinateState, str]:
+def _verdict(data: xr.Dataset) -> tuple[str, str]:
     """Return the result of the check and a sentence that explains it."""
     widths = data["width"].values
     diverged = np.isnan(data["update_size_of_seed"].values).all(-1)  # (rung, seed, step)
     if diverged.any():
         rung, _, step = np.argwhere(diverged)[0]
-        return CoordinateState.DIVERGED, (
+        return DIVERGED, (
             f"At width {widths[rung]} the run diverged at update {step + 1}; choose a smaller learning rate."
         )
     if len(widths) < N_WIDTHS:
         return (
-            CoordinateState.TOO_FEW_WIDTHS,
+            TOO_FEW_WIDTHS,
             f"The ladder has {len(widths)} widths, but the check needs at least {N_WIDTHS}; add narrower ones.",
         )
     groups = data["layer_group"].values
     exponent, low, high = (data[f"coordinate_exponent{end}"].values for end in ("", "_low", "_high"))
     for state, is_affected, pick in (
-        (CoordinateState.GROWS, low > LARGEST_EXPONENT, np.nanargmax),
-        (CoordinateState.VANISHES, high < SMALLEST_EXPONENT, np.nanargmin),
+        (GROWS, low > LARGEST_EXPONENT, np.nanargmax),
+        (VANISHES, high < SMALLEST_EXPONENT, np.nanargmin),
     ):
         if is_affected.any():
             worst = int(pick(np.where(is_affected, exponent, np.nan)))
-            verb = "grow" if state is CoordinateState.GROWS else "vanish"
+            verb = "grow" if state == GROWS else "vanish"
             return state, (
                 f"Updates {verb} with the width in {is_affected.sum()} of {len(groups)} layer groups, most strongly in "
                 f"'{groups[worst]}', as width^{exponent[worst]:.2f}."
             )
-    return CoordinateState.PASSES, (
+    return PASSES, (
         f"Updates have about the same magnitude at every width: exponents lie between {np.nanmin(exponent):.2f} and "
         f"{np.nanmax(exponent):.2f}."
     )

@@ -5,14 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from coordinate_checks import LARGEST_EXPONENT, coordinate_check, coordinate_sizes, layer_outputs
+from size_ladder import LadderTrainer, Rung
 
 import workbench as wb
-from tests.about import about, says
-from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
-from workbench.scaling.coordinate_checks import LARGEST_EXPONENT, coordinate_check, coordinate_sizes, layer_outputs
 from workbench.scaling.designs import design
-from workbench.scaling.size_ladder import LadderTrainer, Rung
 
 pytestmark = pytest.mark.medium
 
@@ -26,7 +24,7 @@ def task(seed):
 
 
 def trainer(parametrization=None, **options):
-    return LadderTrainer(design({**OPTIONS, **options}), task, parametrization=parametrization)
+    return LadderTrainer(design({**OPTIONS, **options}), task, {}, parametrization)
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +135,3 @@ def test_too_few_widths_have_no_verdict():
     check = coordinate_check(trainer(), RUNGS[:2], (1,), learning_rate=RATE, n_steps=1)
     assert check["coordinate_state"] == "too few widths"
     assert not check["passes_coordinate_check"]
-
-
-def test_several_depths_and_no_steps_are_rejected():
-    with pytest.raises(OptionError, check=says("A coordinate check compares widths at one depth; pass rungs")):
-        coordinate_check(trainer(), [Rung(16, 2), Rung(32, 3)], (1,), learning_rate=RATE)
-    with pytest.raises(OptionError, check=about("n_steps", 0)):
-        coordinate_check(trainer(), RUNGS, (1,), learning_rate=RATE, n_steps=0)

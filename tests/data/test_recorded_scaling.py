@@ -3,26 +3,21 @@
 import json
 from pathlib import Path
 
+import make_scaling
 import numpy as np
 import pytest
 import xarray as xr
+from ladder_trend import extrapolated
+from size_ladder import LadderTrainer, Rung
 
-from tests.data_scripts import load_script
 from workbench.rates.find_rate import _WIDTH_ERROR, _WIDTH_RATIO
-from workbench.scaling import extrapolated
 from workbench.scaling.designs import design
-from workbench.scaling.size_ladder import LadderTrainer, Rung
 
 pytestmark = pytest.mark.recorded
 
 FILE = Path(__file__).parents[2] / "data" / "scaling.nc"
 #: Values that differ by less than this factor count as equal: it is the scatter of the edges between seeds.
 SAME = 1.25
-
-
-@pytest.fixture(scope="module")
-def script():
-    return load_script("make_scaling")
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +39,13 @@ def rounding(measured, is_logarithm):
     return 100 * y.size * 1e3 * np.finfo(float).eps * np.nanmax(np.abs(y), initial=0)
 
 
-def test_the_file_is_small_and_has_its_provenance(record, script):
+def test_the_file_is_small_and_has_its_provenance(record):
     assert FILE.stat().st_size < 300_000
     assert {"call", "seeds", "versions", "core_minutes", "created"} <= set(record.attrs)
-    assert record["architecture"].values.tolist() == list(script.STUDIES)
-    assert json.loads(record.attrs["seeds"]) == list(script.SEEDS)
-    assert record.attrs["n_steps"] == script.N_STEPS
-    for name, (options, _) in script.STUDIES.items():
+    assert record["architecture"].values.tolist() == list(make_scaling.STUDIES)
+    assert json.loads(record.attrs["seeds"]) == list(make_scaling.SEEDS)
+    assert record.attrs["n_steps"] == make_scaling.N_STEPS
+    for name, (options, _) in make_scaling.STUDIES.items():
         recorded = json.loads(record["design"].sel(architecture=name).item())
         assert {key: recorded[key] for key in options} == options
 
@@ -137,9 +132,9 @@ def test_rates_at_other_widths_are_within_the_error_stated_by_find_rate(record):
 
 
 @pytest.mark.slow
-def test_the_smallest_rung_is_reproducible(record, script):
-    seed = script.SEEDS[0]
-    repeated = script.study("Pre-LN", widths=(16,), seeds=(seed,), measures_target=False, n_coordinate_steps=2)
+def test_the_smallest_rung_is_reproducible(record):
+    seed = make_scaling.SEEDS[0]
+    repeated = make_scaling.study("Pre-LN", widths=(16,), seeds=(seed,), measures_target=False, n_check_steps=2)
     before = record.sel(architecture="Pre-LN", seed=seed).isel(rung=0)
     for end in ("low", "high"):
         np.testing.assert_allclose(repeated[f"edge_{end}_of_seed"].item(), before[f"edge_{end}_of_seed"])
@@ -151,11 +146,11 @@ def test_the_smallest_rung_is_reproducible(record, script):
 
 
 @pytest.mark.slow
-def test_a_run_of_another_rung_ends_as_recorded(record, script):
-    name, seed = "No-Norm", script.SEEDS[1]
-    model, _ = script.STUDIES[name]
-    of = design({"d_model": script.TARGET_WIDTH, **script.TEXT, **model})
-    trainer = LadderTrainer(of, script.task, {"optimizer_options": {"fused": True}})
+def test_a_run_of_another_rung_ends_as_recorded(record):
+    name, seed = "No-Norm", make_scaling.SEEDS[1]
+    model, _ = make_scaling.STUDIES[name]
+    of = design({"d_model": make_scaling.TARGET_WIDTH, **make_scaling.TEXT, **model})
+    trainer = LadderTrainer(of, make_scaling.task, make_scaling.OPTIMIZER_OPTIONS)
     before = record.sel(architecture=name, seed=seed).isel(rung=1)
     rate = float(before["edge_high_of_seed"])
-    assert trainer.cause_of_divergence(Rung(32, 4), seed, rate, script.N_STEPS)
+    assert trainer.diverges(Rung(32, 4), seed, rate, make_scaling.N_STEPS)

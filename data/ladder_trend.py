@@ -1,16 +1,79 @@
-"""Trends over a ladder of sizes: a line in the logarithms, its uncertainty, and whether it can be extrapolated."""
+"""Trends over a ladder of sizes: a line in the logarithms, its uncertainty, and whether it can be extrapolated.
+
+Beyond the ladder only the explosion edge is predicted. Spectra and flow of untrained models may saturate or change
+direction in ways that a ladder does not show: in the recorded study their values at the target lay within the intervals
+too rarely.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy import stats
 
 from workbench.formatting import counted
-from workbench.option_checks import Level, PositiveFloat
 
+if TYPE_CHECKING:
+    import xarray as xr
+
+EDGE = "explosion_edge"
+#: Quantities whose trends held beyond the ladders of the recorded study (`make_scaling.py`).
+EXTRAPOLATED = (EDGE,)
+#: Spectral quantities, as means over layers, with scale and bounds.
+SPECTRAL = {
+    "near_unit_mass": ("linear", (0.0, 1.0)),
+    "expansive_mass": ("linear", (0.0, 1.0)),
+    "contractive_mass": ("linear", (0.0, 1.0)),
+    "spectral_radius": ("log", (0.0, math.inf)),
+    "nonlinearity_ratio": ("log", (0.0, math.inf)),
+}
+#: Scalars of `workbench.flow.summarize`, with scale and bounds; some models lack some of them.
+FLOW = {
+    "total_signal_gain": ("log", (0.0, math.inf)),
+    "total_gradient_gain": ("log", (0.0, math.inf)),
+    "branch_ratio_mean": ("log", (0.0, math.inf)),
+    "token_cosine_end": ("linear", (-1.0, 1.0)),
+    "effective_rank_end": ("linear", (0.0, 1.0)),
+    "attention_entropy_share_smallest": ("linear", (0.0, 1.0)),
+}
+
+#: Attributes of the variables of the dataset.
+ATTRS = {
+    "n_weights": {"long_name": "number of parameters", "units": "1"},
+    "width": {"long_name": "width of the residual stream", "units": "1"},
+    "depth": {"long_name": "number of residual blocks", "units": "1"},
+    "step": {"long_name": "number of updates", "units": "1"},
+    "measured": {"long_name": "value of each quantity for each rung and seed", "units": "1"},
+    "initial_size": {"long_name": "initial RMS of the output of a layer group", "units": "1"},
+    "update_size": {"long_name": "RMS of the change of the output of a layer group", "units": "1"},
+    "update_size_of_seed": {"long_name": "RMS of the change of the output of a layer group, by seed", "units": "1"},
+    "coordinate_exponent": {"long_name": "exponent of the width in the change of the output", "units": "1"},
+    "initial_exponent": {"long_name": "exponent of the width in the initial output", "units": "1"},
+    EDGE: {
+        "long_name": "explosion edge",
+        "units": "1",
+        "meaning": "learning rate at which runs diverge, geometric mean over seeds",
+    },
+    "edge_low": {"long_name": "largest rate without divergence for every seed", "units": "1"},
+    "edge_high": {"long_name": "smallest rate with divergence for every seed", "units": "1"},
+    "slope": {"long_name": "exponent of the width, or change per factor e in width", "units": "1"},
+    "depth_slope": {"long_name": "exponent of the depth, or change per factor e in depth", "units": "1"},
+    "curve": {"long_name": "trend from the smallest rung to the target", "units": "1"},
+    "at_target": {"long_name": "value predicted at the target size", "units": "1"},
+    "measured_at_target": {"long_name": "value measured at the target size, mean over seeds", "units": "1"},
+    "is_supported": {"long_name": "whether the ladder supports the value at the target"},
+}
+
+_N_CURVE = 13
+_ENDS = ("", "_low", "_high")
+#: Variables of the dataset that describe the trend of each quantity.
+_COLUMNS = (
+    "scale", *(f"{name}{end}" for name in ("slope", "depth_slope", "at_target") for end in _ENDS), "is_supported",
+    "reason",
+)  # fmt: skip
 #: Minimum number of widths or depths for an extrapolation.
 N_SIZES = 3
 #: A prediction is too uncertain if the ends of its interval differ by more than this factor (of a fraction: by more
@@ -73,7 +136,7 @@ def line_through(x: np.ndarray, values: np.ndarray, *, level: float = 0.95) -> T
     Args:
         x: Coordinate of each rung, shape (rung,).
         values: Values, shape (rung, seed); NaN values are ignored.
-        level: Level of the interval.
+        level: float of the interval.
     """
     fit = _Fit.of(np.asarray(x, float)[:, None], np.asarray(values, float))
     return _NO_LINE if fit is None or not np.ptp(fit.x[:, 1]) else fit.line(1, level)
@@ -87,8 +150,8 @@ def fit_trend(
     *,
     scale: str = "log",
     bounds: tuple[float, float] = (-math.inf, math.inf),
-    largest_reach: PositiveFloat = 4.0,
-    level: Level = 0.95,
+    largest_reach: float = 4.0,
+    level: float = 0.95,
 ) -> Trend:
     """Fit the trend of a quantity over a ladder and extrapolate it to the target size.
 
@@ -106,7 +169,7 @@ def fit_trend(
         bounds: Bounds of the quantity, to which the value at the target is clipped.
         largest_reach: Largest factor between the target and the largest rung, in width and in depth, for a supported
             prediction; 1 allows none beyond the ladder.
-        level: Level of the intervals.
+        level: float of the intervals.
     """
     values = np.asarray(values, float)
     is_censored = _is_censored(values, scale)
@@ -149,7 +212,7 @@ def along_trend(
         goals: Widths and depths at which the trend is evaluated, shape (goal, 2).
         scale: As in `Trend`.
         bounds: Bounds of the quantity.
-        level: Level of the intervals.
+        level: float of the intervals.
 
     Returns:
         Value, lower and upper end of its prediction interval, shape (3, goal); NaN if there is no trend.
@@ -304,3 +367,70 @@ def _uncertain(low: float, high: float, scale: str, level: float, *, is_fraction
     if is_fraction and high - low > _MAX_DIFFERENCE:
         return f"The {level:.0%} interval at the target has a width of {high - low:.2g}; add rungs or seeds."
     return ""
+
+
+def rule_of(name: str) -> tuple[str, tuple[float, float]]:
+    """Return scale and bounds of a quantity."""
+    return {**SPECTRAL, **FLOW}.get(name, ("log", (0.0, math.inf)))
+
+
+def extrapolated(
+    study: xr.Dataset, target: tuple[int, int], *, largest_reach: float = 4.0, level: float = 0.95
+) -> xr.Dataset:
+    """Extrapolate the trends of a study to another size without new measurements.
+
+    Args:
+        study: Study from `scaling_study`.
+        target: Target width and depth.
+        largest_reach: Largest factor of extrapolation for the explosion edge; see `fit_trend`.
+        level: Level of the intervals.
+
+    Returns:
+        Dataset with dimension ``quantity``, as in `scaling_study`, and the trend from the smallest rung to the target,
+        ``curve`` with ``_low`` and ``_high`` (quantity, curve_point) at ``curve_width`` and ``curve_depth``. Points
+        with ``curve_along`` "width" lead to the target width at the smallest depth, those with "depth" to the target
+        depth at the largest width.
+    """
+    import xarray as xr
+
+    goals, along = _path(study["width"].values, study["depth"].values, target)
+    widths, depths = study["width"].values, study["depth"].values
+    columns, curves = [], []
+    for name in study["quantity"].values.tolist():
+        scale, bounds = rule_of(name)
+        values = study["measured"].sel(quantity=name).values
+        reach = largest_reach if name in EXTRAPOLATED else 1.0
+        trend = fit_trend(values, widths, depths, target, largest_reach=reach, scale=scale, bounds=bounds, level=level)
+        column: dict[str, Any] = asdict(trend)
+        for key, line in (("slope", trend.width), ("depth_slope", trend.depth)):
+            column |= {f"{key}{end}": value for end, value in zip(_ENDS, asdict(line).values(), strict=True)}
+        columns.append(column)
+        curves.append(along_trend(values, widths, depths, goals, scale=scale, bounds=bounds, level=level))
+    found: dict[str, Any] = {key: ("quantity", [column[key] for column in columns]) for key in _COLUMNS}
+    for i, end in enumerate(_ENDS):
+        found[f"curve{end}"] = (("quantity", "curve_point"), np.array([curve[i] for curve in curves], dtype=np.float32))
+    coords = {
+        "quantity": study["quantity"].values,
+        "curve_width": ("curve_point", goals[:, 0]),
+        "curve_depth": ("curve_point", goals[:, 1]),
+        "curve_along": ("curve_point", along),
+    }
+    return xr.Dataset(found, coords=coords)
+
+
+def _path(widths: np.ndarray, depths: np.ndarray, target: tuple[int, int]) -> tuple[np.ndarray, list[str]]:
+    """Return sizes along the width at the smallest depth, then along the depth at the largest width.
+
+    A part is omitted if the ladder has only one width, or only one depth.
+    """
+    shallow, wide = depths.min(), widths.max()
+    goals, along = [], []
+    if len(np.unique(widths)) > 1:
+        steps = np.geomspace(widths.min(), max(target[0], wide), _N_CURVE)
+        goals += [(width, shallow) for width in steps]
+        along += ["width"] * _N_CURVE
+    if len(np.unique(depths)) > 1:
+        steps = np.geomspace(shallow, max(target[1], depths.max()), _N_CURVE)
+        goals += [(wide, depth) for depth in steps]
+        along += ["depth"] * _N_CURVE
+    return np.array(goals, float).reshape(-1, 2), along

@@ -3,13 +3,13 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from size_ladder import LadderTrainer, Rung, find_edge, rungs_of
 
 import workbench as wb
 from workbench.scaling.designs import design
-from workbench.scaling.explosion_edges import explosion_edge, find_edge, pilot_edge
-from workbench.scaling.size_ladder import LadderTrainer, Rung
 
 
 @given(st.floats(-15, 8), st.floats(-15, 8), st.integers(0, 4))
@@ -33,38 +33,53 @@ def test_a_good_start_saves_runs():
 
 
 def test_outside_of_the_range_the_edge_is_open():
-    always, never = find_edge(lambda _: True, 1.0, lowest=1e-3), find_edge(lambda _: False, 1.0, highest=1e3)
+    always, never = find_edge(lambda _: True, 1.0), find_edge(lambda _: False, 1.0)
     assert (always.low, always.middle) == (0.0, 0.0)
     assert (never.high, never.middle) == (math.inf, math.inf)
-    assert always.high < 4e-3
-    assert never.low > 250
+    assert always.high < 4e-9
+    assert never.low > 2000
 
 
 @pytest.fixture(scope="module")
 def trainer():
     of = design({"norm": "none", "d_model": 32, "n_layers": 2, "n_heads": 2, "vocab_size": 64, "max_length": 16})
     task = wb.tasks.associative_recall(length=16, vocab_size=64, n_pairs=3, batch_size=8)
-    return LadderTrainer(of, task, {"optimizer_options": {"fused": True}})
+    return LadderTrainer(of, lambda seed: task, {"fused": True})
 
 
 @pytest.mark.medium
 def test_a_run_just_below_the_edge_converges_and_one_just_above_diverges(trainer):
     rung = Rung(16, 2)
-    edge = explosion_edge(trainer, rung, 3, n_steps=20)
+    edge = trainer.explosion_edge(rung, 3, n_steps=20)
     assert 0 < edge.low < edge.high < math.inf
     for rate, diverges in ((edge.low, False), (edge.high, True)):
         model = trainer.model(rung, 3)
         last = list(
-            wb.train(model, trainer.task, n_steps=20, learning_rate=rate, seed=3, optimizer_options={"fused": True})
+            wb.train(model, trainer.task(3), n_steps=20, learning_rate=rate, seed=3, optimizer_options={"fused": True})
         )[-1]
         assert last.diverged == diverges
 
 
 @pytest.mark.medium
-def test_warm_up_moves_only_the_edge_of_trained_runs(trainer):
-    rung = Rung(16, 2)
-    warm = LadderTrainer(trainer.design, trainer.task, {**trainer.training, "warmup": 20})
-    pilot = pilot_edge(trainer, rung, 1, n_halvings=1)
-    assert pilot_edge(warm, rung, 1, n_halvings=1) == pilot
-    options = {"n_steps": 10, "start": pilot.middle, "n_halvings": 0}
-    assert explosion_edge(warm, rung, 1, **options).middle > explosion_edge(trainer, rung, 1, **options).middle
+def test_a_parametrization_applies_to_every_model_and_optimizer(trainer):
+    mup = wb.baselines.MuP(base_width=8, base_heads=1)
+    options = {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "max_length": 16}
+    trainer = LadderTrainer(design(options), trainer.task, {"weight_decay": 0.0}, mup)
+    model = trainer.model(Rung(32, 2), 1)
+    standard = design(options).build(seed=1)
+    scaled = model.blocks[0].mlp.state_dict()
+    assert all(
+        torch.allclose(2 * scaled[name], value)
+        for name, value in standard.blocks[0].mlp.state_dict().items()
+        if "weight" in name
+    )
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    next(trainer.runs(model, 1, 0.01, 1))
+    change = {name: (value - before[name]).abs().max().item() for name, value in model.named_parameters()}
+    hidden = [size for name, size in change.items() if "mlp" in name and "weight" in name and "norm" not in name]
+    assert max(hidden) == pytest.approx(0.01 / 4, rel=1e-3)  # a quarter of the rate at four times the width
+    assert max(change.values()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_rungs_are_the_widths_at_the_smallest_depth_and_the_depths_at_the_largest_width():
+    assert rungs_of((16, 8), (3, 2)) == [Rung(8, 2), Rung(16, 2), Rung(16, 3)]
