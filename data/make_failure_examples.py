@@ -17,10 +17,9 @@ import torch
 import xarray as xr
 
 import workbench as wb
+from workbench.course.failure_runs import N_STEPS, BuiltRun, Plant, plant_in_training
 from workbench.diagnosis import find_failure, read_record
 from workbench.koopman.spectra import RankWarning
-from workbench.studies.failure_cases import N_STEPS, Plant
-from workbench.studies.failure_runs import BuiltRun, plant_in_training
 
 OUT = Path(__file__).parent / "failures"
 CADENCE = {"attention": 20, "router": 10, "optimizer": 5, "activations": 5}

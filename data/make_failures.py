@@ -9,8 +9,8 @@
     python data/make_failures.py --only collect       # data/failures.nc and diagnosis_accuracy.csv
     python data/make_failures.py --only unknown       # "another cause" in the rules, and unknown_causes.csv
 
-Setups, faults and the division into sets are in `workbench.studies.failure_cases`, and the labels in
-`workbench.studies.failure_labels`. Runs whose control is not healthy are not used.
+Setups and the division into sets are in `workbench.course.failure_runs`, faults and labels in `failure_cases.py`. Runs
+whose control is not healthy are not used.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import xarray as xr
+from failure_cases import LOST, SPIKE, answer, cases, is_healthy
 
 import workbench as wb
 from workbench import diagnosis
+from workbench.course.failure_runs import N_STEPS, SETUPS, Case, build, held_out_loss, largest_rise
 from workbench.diagnosis import CAUSES, Rules, block_at_fault, find_failure, read_record, read_symptoms
 from workbench.diagnosis.causes import UNKNOWN
 from workbench.diagnosis.experiment_runs import Replay
@@ -44,9 +46,6 @@ from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
 from workbench.models.losses import prediction_of, token_loss
-from workbench.studies.failure_cases import N_STEPS, SETUPS, Case, cases
-from workbench.studies.failure_labels import LOST, SPIKE, answer, held_out_loss, is_healthy, largest_rise
-from workbench.studies.failure_runs import build
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -25,6 +25,18 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from failure_cases import (
+    N_BASES,
+    NO_PAIRS,
+    PLANTS,
+    STRONG_PLANTS,
+    answer,
+    cases,
+    is_healthy,
+    is_refused,
+    singles,
+    verdict,
+)
 from make_failures import CADENCE, in_processes, record
 from recorded_players import RECORDED
 
@@ -32,6 +44,7 @@ import workbench as wb
 from workbench.course import cures, n_patients, packed_runs, patient
 from workbench.course.case_files import FILE, RESULT, Truth, configuration, opened, opened_case, truth_of, whole_run
 from workbench.course.cures import recovered_fraction
+from workbench.course.failure_runs import N_STEPS, SEED, SETUPS, Case, Plant, build
 from workbench.course.packed_runs import BITS, DEFAULT_BITS
 from workbench.course.patients import MEASUREMENTS
 from workbench.course.scoring import points_for
@@ -39,22 +52,6 @@ from workbench.diagnosis import CAUSES
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
 from workbench.models.losses import prediction_of, token_loss
-from workbench.studies.failure_cases import (
-    N_BASES,
-    N_STEPS,
-    NO_PAIRS,
-    PLANTS,
-    SEED,
-    SETUPS,
-    STRONG_PLANTS,
-    Case,
-    Plant,
-    cases,
-    is_refused,
-    singles,
-)
-from workbench.studies.failure_labels import answer, is_healthy, verdict
-from workbench.studies.failure_runs import build
 
 OUT = Path(__file__).parent
 #: Kind of a fault -> number of draws for each setup. Only kinds that do harm in about half of the runs of the study, so

@@ -1,6 +1,6 @@
 """The runs of the study of alarms: plans, faults with doses, and failures without an injected fault.
 
-Setups and held-out families are those of the study of failures (`workbench.studies.failure_cases`): alarms are fitted
+Setups and held-out families are those of the study of failures (`failure_cases.py`): alarms are fitted
 to the training set ("fit"), chosen on the validation set ("choose") and evaluated on the test set ("locked"). Plans,
 seeds and first steps of faults are drawn before the first measurement. Doses are ordered from large to small;
 record_warnings.py finds the smallest harmful ones by bisection.
@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import workbench as wb
+from workbench.course.failure_runs import BYTES, IMAGES, StudySetup, config, lm, model_and_task, recall
+from workbench.course.failure_runs import SETUPS as SETUPS_OF_FAILURES
 from workbench.models.losses import token_loss
-from workbench.studies.failure_cases import BYTES, IMAGES, StudySetup, config, lm, recall
-from workbench.studies.failure_cases import SETUPS as SETUPS_OF_FAILURES
-from workbench.studies.failure_runs import model_and_task
 
 SEED = 33
 #: Twelve families that no other study has, each with a rate at which it learns well (best of 0.003, 0.01 and 0.03 in

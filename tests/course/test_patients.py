@@ -13,15 +13,14 @@ import workbench as wb
 from tests.about import about, says
 from tests.data_scripts import load_script
 from workbench.course import case_files, cures
+from workbench.course.failure_runs import SCHEDULES, SETUPS
 from workbench.course.patients import BUDGETS, MEASUREMENTS
 from workbench.diagnosis import CAUSES
 from workbench.errors import OptionError
-from workbench.studies.failure_cases import SETUPS
-from workbench.studies.failure_labels import verdict
-from workbench.studies.failure_runs import SCHEDULES
 
 LEVELS = tuple(BUDGETS)
 players = load_script("recorded_players")
+verdict = load_script("failure_cases").verdict
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data_scripts import load_script
 from workbench.course import scoring
 from workbench.course.case_files import Truth
 from workbench.course.cures import CURES, Outcome, recovered_fraction
+from workbench.course.failure_runs import Case, Plant
 from workbench.course.scoring import in_words, points_for
 from workbench.diagnosis import CAUSES
-from workbench.studies.failure_cases import PLANTS, STRONG_PLANTS, Case, Plant
 
 CONTROL = {"start_loss": 4.0, "final_loss": 2.0, "rise": 0.1, "dead_share": 0.0}
 
@@ -91,7 +92,8 @@ def test_points_are_between_0_and_100_and_an_unspent_budget_needs_a_right_cause(
 
 def test_every_fault_and_every_cause_has_words():
     assert set(CURES) == set(CAUSES) - {"nothing"}
-    kinds = {row[1]: row[0] for row in (*PLANTS, *STRONG_PLANTS)}
+    study = load_script("failure_cases")
+    kinds = {row[1]: row[0] for row in (*study.PLANTS, *study.STRONG_PLANTS)}
     for kind, cause in kinds.items():
         for block in (-1, 2):
             words = in_words(Plant(cause, kind, 12.0, 30, block))

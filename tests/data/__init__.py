@@ -1,6 +1,3 @@
-"""Tests of what makes and judges the recorded studies; they import it from data/."""
+"""Tests of what makes and judges the recorded studies."""
 
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "data"))
+import tests.data_scripts  # noqa: F401  (so that tests can import the scripts)

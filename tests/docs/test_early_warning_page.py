@@ -6,7 +6,7 @@ import pytest
 import xarray as xr
 from scipy.stats import chi2
 
-from tests.data_scripts import script_with_others
+from tests.data_scripts import load_script
 from tests.docs.page_numbers import ROOT, check_page, page_module
 from workbench.probes.batch import BatchProbe
 
@@ -76,8 +76,8 @@ def claims_of_the_test_set():
         ("kan recall", "random labels"), ("kan recall", "same batch"), ("rms vit", "random labels"),
     ]  # fmt: skip
     assert missed.query("kind == 'same batch'")["first_signal"].item() == "loss fall"
-    with script_with_others("warning_cases") as cases:
-        task, probe = cases.build(cases.Case("kan recall", 1))[1], BatchProbe()
+    cases = load_script("warning_cases")
+    task, probe = cases.build(cases.Case("kan recall", 1))[1], BatchProbe()
     common = np.mean([float(probe.take(task.batch(i)[0])["repeated_examples"]) for i in range(1500)])
     return (
         f"{(delay <= 25).sum()} of {len(faulted)} faults raise an alarm within 25 steps, the slowest after "

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.course import packed_runs
+from workbench.course.failure_runs import Case, Plant
 from workbench.errors import StoreError
 from workbench.schema.runs import SCHEMA_VERSION
-from workbench.studies.failure_cases import Case, Plant
 
 if TYPE_CHECKING:
     import xarray as xr

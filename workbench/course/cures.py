@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from workbench.course.case_files import Truth
+from workbench.course.failure_runs import N_STEPS, SETUPS, BuiltRun, build, held_out_loss, largest_rise
 from workbench.diagnosis import CAUSES, Record, Rules, block_at_fault, find_failure, read_record, read_symptoms
 from workbench.diagnosis.experiment_runs import Replay
 from workbench.diagnosis.experiments import propose
@@ -18,9 +19,6 @@ from workbench.errors import OptionError
 from workbench.formatting import lowered
 from workbench.models.anatomy import read_anatomy
 from workbench.monitors import ModelProbe
-from workbench.studies.failure_cases import N_STEPS, SETUPS
-from workbench.studies.failure_labels import held_out_loss, largest_rise
-from workbench.studies.failure_runs import BuiltRun, build
 from workbench.training.training_plan import TrainingPlan
 
 if TYPE_CHECKING:

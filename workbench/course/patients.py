@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.course import case_files, cures, packed_runs, scoring
+from workbench.course.failure_runs import N_STEPS
 from workbench.course.scoring import Score
 from workbench.diagnosis import CAUSES
 from workbench.errors import OptionError, require_listed
 from workbench.io.progress import Progress
 from workbench.option_checks import NonNegativeInt, checked
 from workbench.schema.runs import SCHEMA_VERSION
-from workbench.studies.failure_cases import N_STEPS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from workbench.course.case_files import Truth
 from workbench.course.cures import Outcome, recovered_fraction
+from workbench.course.failure_runs import Plant
 from workbench.diagnosis import CAUSES
 from workbench.diagnosis.diagnose import diagnose
 from workbench.formatting import listed, percent
-from workbench.studies.failure_cases import Plant
 
 if TYPE_CHECKING:
     import pandas as pd

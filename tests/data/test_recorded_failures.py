@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
+from failure_cases import cases
 
 import workbench as wb
-from tests.data_scripts import script_with_others
+from tests.data_scripts import load_script
+from workbench.course import failure_runs
 from workbench.diagnosis import CAUSES, Rules
 from workbench.diagnosis.diagnose import diagnose
 from workbench.diagnosis.experiment_runs import run_experiment
-from workbench.studies import failure_cases, failure_runs
 
 pytestmark = pytest.mark.recorded
 
@@ -24,8 +25,7 @@ NOTHING = list(CAUSES).index("nothing")
 
 @pytest.fixture(scope="module")
 def script():
-    with script_with_others("make_failures") as module:
-        yield module
+    return load_script("make_failures")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def of_set(runs, name):
 
 
 def test_no_family_is_in_two_sets(runs):
-    planned = {name: {c.name for c in failure_cases.cases(name)} for name in ("fit", "choose", "locked")}
+    planned = {name: {c.name for c in cases(name)} for name in ("fit", "choose", "locked")}
     families = [set(of_set(runs, name)["family"].values.tolist()) for name in planned]
     assert sum(map(len, families)) == len(set.union(*families))
     for name, known in planned.items():
@@ -55,7 +55,7 @@ def test_no_family_is_in_two_sets(runs):
 
 
 def test_settings_are_drawn_before_the_fault_and_shared_with_the_control():
-    for case in failure_cases.cases("locked")[::40]:
+    for case in cases("locked")[::40]:
         assert failure_runs.base_of(case.setup, case.base) == failure_runs.base_of(
             case.control.setup, case.control.base
         )
@@ -168,7 +168,7 @@ def test_repeated_runs_are_diagnosed_as_recorded(script, runs, tmp_path):
     sound = int(np.flatnonzero(locked["is_cause"].values[:, NOTHING])[0])
     for i in (failed, sound):
         row = locked.isel(run=i)
-        case = next(case for case in failure_cases.cases("locked") if case.name == row["name"].item())
+        case = next(case for case in cases("locked") if case.name == row["name"].item())
         script.record(case, tmp_path)
         tree = diagnose(tmp_path / f"{case.name}.nc")
         recorded = row.sel(view="store")
@@ -192,8 +192,8 @@ def test_the_examples_are_diagnosed_and_decided(name, cause, block):
     causes = tree["causes"].to_dataset().set_index(cause="cause")
     assert bool(causes.sel(cause=cause)["is_possible"])
     assert int(causes.sel(cause=cause)["layer"]) == block
-    with script_with_others("make_failure_examples") as examples:
-        made = examples.build(examples.EXAMPLES[name])
+    examples = load_script("make_failure_examples")
+    made = examples.build(examples.EXAMPLES[name])
     checkpoint = next(place.with_suffix(".checkpoints").glob("step-*"))
     done = run_experiment(tree, cause, model=wb.open_checkpoint(checkpoint).model, task=made.task, faults=made.faults)
     row = done["experiments"].to_dataset().set_index(experiment="cause").sel(experiment=cause)

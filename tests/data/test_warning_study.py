@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.data_scripts import script_with_others
+from tests.data_scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    with script_with_others("record_warnings") as module:
-        yield module
+    return load_script("record_warnings")
 
 
 @pytest.fixture(autouse=True)

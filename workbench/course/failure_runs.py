@@ -1,4 +1,10 @@
-"""Build the runs of the study of the diagnosis: model, task and plan of a case, with its faults injected."""
+"""The runs of the study of the diagnosis, from which practice cases are taken: setups, faults, and their building.
+
+Families of setups are divided into three sets before the first measurement: the rules are fitted to the training set
+("fit"), variants are chosen on the validation set ("choose"), and the test set ("locked") evaluates them once. Settings
+are drawn before the fault, and a run and its control share them, so that only the setting of the fault itself reveals
+its cause.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,192 @@ from torch import nn
 
 from workbench import tasks, zoo
 from workbench.callbacks import faults
+from workbench.models.losses import prediction_of, token_loss
 from workbench.scaling.designs import design
-from workbench.studies.failure_cases import N_STEPS, SEED, SETUPS, Case, Plant, StudySetup
+
+N_STEPS = 200
+SEED = 21
+
+
+@dataclass(frozen=True)
+class StudySetup:
+    """An architecture, a task, and a learning rate at which the model learns well.
+
+    Attributes:
+        set: "fit", "choose" or "locked".
+        family: Family with which the setup is held out.
+        make: Name of a function of `wb.zoo`, or "design" for a configuration of transformers.
+        options: Options of the model.
+        task: Name of a function of `wb.tasks`.
+        task_options: Options of the task.
+        rate: Peak learning rate.
+    """
+
+    set: str
+    family: str
+    make: str
+    options: dict[str, Any]
+    task: str
+    task_options: dict[str, Any]
+    rate: float
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether attention uses the kernel whose arithmetic a fault can change."""
+        return self.make != "mamba" and self.options.get("model_type") not in ("gemma2", "bloom")
+
+    @property
+    def has_routers(self) -> bool:
+        """Whether blocks route tokens to experts."""
+        return "n_experts" in self.options or "num_experts" in self.options
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether blocks have normalizations."""
+        return self.options.get("norm", "some") != "none"
+
+
+def lm(vocab_size: int, length: int, batch_size: int) -> dict[str, Any]:
+    """Return options of `synthetic_lm`."""
+    return {"vocab_size": vocab_size, "length": length, "batch_size": batch_size, "n_sequences": 2000}
+
+
+def recall(vocab_size: int, length: int, batch_size: int) -> dict[str, Any]:
+    """Return options of `associative_recall`."""
+    return {"vocab_size": vocab_size, "length": length, "n_pairs": 2, "batch_size": batch_size}
+
+
+def _of(width: int, depth: int, norm: str | None = None, **others: Any) -> dict[str, Any]:
+    return {"d_model": width, "n_layers": depth} | ({"norm": norm} if norm else {}) | others
+
+
+def config(model_type: str, width: int, depth: int, **others: Any) -> dict[str, Any]:
+    """Return a configuration of transformers from common and additional options."""
+    return {
+        "model_type": model_type, "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 3 * width, "vocab_size": 256, "max_position_embeddings": 64,
+        "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, **others,
+    }  # fmt: skip
+
+
+IMAGES = {"image_size": 8, "patch_size": 4, "n_channels": 1, "n_classes": 10}
+_XAVIER = {"initialization": "xavier"}
+BYTES = {"length": 16, "batch_size": 16}
+_LM, _RECALL, _VIT = "synthetic_lm", "associative_recall", {"batch_size": 32}
+
+SETUPS: dict[str, StudySetup] = {
+    "pre_ln lm": StudySetup("fit", "Pre-LN", "transformer", _of(32, 3, "pre_ln"), _LM, lm(32, 16, 16), 0.01),
+    "pre_ln recall": StudySetup(
+        "fit", "Pre-LN", "transformer", _of(32, 4, "pre_ln"), _RECALL, recall(10, 5, 32), 0.006
+    ),
+    "gpt2 bytes": StudySetup("fit", "Pre-LN", "gpt2_style", _of(40, 3), "text_bytes", BYTES, 0.004),
+    "vit": StudySetup("fit", "Pre-LN", "vit", _of(32, 3, "pre_ln", **IMAGES), "digits", _VIT, 0.005),
+    "llama lm": StudySetup("fit", "Llama", "llama_style", _of(32, 3), _LM, lm(40, 12, 16), 0.006),
+    "post_ln lm": StudySetup("fit", "Post-LN", "transformer", _of(32, 4, "post_ln"), _LM, lm(32, 12, 24), 0.008),
+    "none recall": StudySetup("fit", "No norm", "transformer", _of(32, 4, "none"), _RECALL, recall(10, 5, 32), 0.0015),
+    "x none recall": StudySetup(
+        "fit", "No norm", "transformer", _of(32, 4, "none", **_XAVIER), _RECALL, recall(10, 5, 32), 0.003
+    ),
+    "none vit": StudySetup("fit", "No norm", "vit", _of(32, 3, "none", **IMAGES), "digits", _VIT, 0.008),
+    "moe lm": StudySetup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=1), _LM, lm(32, 16, 16), 0.008),
+    "moe recall": StudySetup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=2), _RECALL, recall(10, 5, 32), 0.01),
+    "gemma2 bytes": StudySetup(
+        "fit", "Gemma", "design", config("gemma2", 32, 3, head_dim=8, query_pre_attn_scalar=8), "text_bytes", BYTES,
+        0.01,
+    ),
+    "x sub_ln vit": StudySetup(
+        "choose", "SubLN", "vit", _of(32, 4, "sub_ln", **IMAGES, **_XAVIER), "digits", _VIT, 0.006
+    ),
+    "qk recall": StudySetup(
+        "choose", "QK-norm", "transformer", _of(40, 3, "rms_norm", qk_norm=True), _RECALL, recall(12, 6, 32), 0.006
+    ),
+    "parallel bytes": StudySetup(
+        "choose", "Parallel", "transformer", _of(32, 4, "pre_ln", is_parallel=True), "text_bytes", BYTES, 0.006
+    ),
+    "mixtral lm": StudySetup(
+        "choose", "Mixtral", "mixtral_style", _of(32, 3, n_experts=6, top_k=2), _LM, lm(40, 12, 16), 0.006
+    ),
+    "rezero recall": StudySetup(
+        "choose", "ReZero", "transformer", _of(32, 4, "none", initialization="rezero"), _RECALL, recall(10, 5, 32),
+        0.008,
+    ),
+    "deepnorm lm": StudySetup(
+        "locked", "DeepNorm", "transformer", _of(32, 4, "deep_norm_post"), _LM, lm(40, 14, 16), 0.006
+    ),
+    "deepnorm vit": StudySetup(
+        "locked", "DeepNorm", "vit", _of(36, 3, "deep_norm_post", **IMAGES), "digits", {"batch_size": 28}, 0.004
+    ),
+    "olmo2 bytes": StudySetup("locked", "OLMo 2", "design", config("olmo2", 32, 3), "text_bytes", BYTES, 0.006),
+    "mamba lm": StudySetup("locked", "Mamba", "mamba", _of(32, 3), _LM, lm(36, 10, 16), 0.006),
+    "fixup recall": StudySetup(
+        "locked", "Fixup", "transformer", _of(32, 4, "none", initialization="fixup"), _RECALL, recall(12, 5, 32), 0.002
+    ),
+    "bloom bytes": StudySetup(
+        "locked", "ALiBi", "design", config("bloom", 32, 3, n_layer=3, n_head=4), "text_bytes", BYTES, 0.004
+    ),
+    "window moe": StudySetup(
+        "locked", "Window MoE", "moe",
+        _of(40, 3, "rms_norm", n_experts=5, top_k=2, window=4, position="rotary", mlp="swiglu", has_bias=False),
+        _LM, lm(36, 14, 16), 0.006,
+    ),
+    "qwen3 moe bytes": StudySetup(
+        "locked", "Qwen 3 MoE", "design",
+        config("qwen3_moe", 32, 2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+        "text_bytes", BYTES, 0.006,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plant:
+    """An injected fault.
+
+    Attributes:
+        cause: Cause that the diagnosis should name.
+        kind: Kind of the fault.
+        dose: Strength of the fault.
+        start: First step at which it acts.
+        block: Block that it acts on; -1 for all blocks.
+    """
+
+    cause: str
+    kind: str
+    dose: float = math.nan
+    start: int = 0
+    block: int = -1
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: a setup, settings, and injected faults.
+
+    Attributes:
+        setup: Name of the setup.
+        base: Number of the settings drawn for the setup.
+        plants: Injected faults; empty for a control.
+    """
+
+    setup: str
+    base: int
+    plants: tuple[Plant, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the run for file names."""
+        text = f"{self.setup} {self.base}" + "".join(
+            f" {p.kind} {p.dose:.4g} {p.start} {'all' if p.block < 0 else p.block}" for p in self.plants
+        )
+        return "_".join("".join(c if c.isalnum() or c == "." else " " for c in text).split())
+
+    @property
+    def control(self) -> Case:
+        """The same run without faults."""
+        return replace(self, plants=())
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """Causes of the injected faults."""
+        return tuple(plant.cause for plant in self.plants)
 
 
 def jumped(step: int, *, at: int, factor: float) -> float:
@@ -231,3 +421,25 @@ def plant_in_training(made: BuiltRun, plant: Plant) -> None:
         plan["optimizer"] = partial(coarse_weights, n_bits=int(plant.dose), start=plant.start, lr=rate, **given)
     if (fault := fault_of(plant)) is not None:
         made.faults.append(fault)
+
+
+def held_out_loss(model: nn.Module, task: Any) -> float:
+    """Return the mean loss over up to 512 held-out examples."""
+    split = {"split": "validation"} if hasattr(task, "split") else {}
+    n_rows = min(512, task.n_held_out or 512)
+    inputs, targets = replace(task, batch_size=n_rows, **split).batch(-1 if not split else 0)
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        found = float(token_loss(prediction_of(model(inputs)), targets))
+    model.train(was_training)
+    return found
+
+
+def largest_rise(loss: np.ndarray, window: int = 15) -> float:
+    """Return the largest rise of the running median of the loss above its lowest level so far, in nat."""
+    loss = loss[np.isfinite(loss)]
+    if len(loss) < 2 * window:
+        return 0.0
+    smooth = np.median(np.lib.stride_tricks.sliding_window_view(loss, window), axis=1)
+    return float(np.max(smooth - np.minimum.accumulate(smooth)))

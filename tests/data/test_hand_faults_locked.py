@@ -5,14 +5,13 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.data_scripts import FOLDER, script_with_others
+from tests.data_scripts import FOLDER, load_script
 from workbench.models.losses import prediction_of
 
 
 @pytest.fixture(scope="module")
 def script():
-    with script_with_others("record_hand_faults_locked") as module:
-        yield module
+    return load_script("record_hand_faults_locked")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.data_scripts import FOLDER, script_with_others
+from tests.data_scripts import FOLDER, load_script
 
 pytestmark = pytest.mark.recorded
 
@@ -16,8 +16,7 @@ CONTROLS = ["clipped at 1", "KSS, published", "KSS, recommended"]
 
 @pytest.fixture(scope="module")
 def script():
-    with script_with_others("make_kss_rates") as found:
-        yield found
+    return load_script("make_kss_rates")
 
 
 @pytest.fixture(scope="module")

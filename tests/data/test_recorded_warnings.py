@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.data_scripts import script_with_others
+from tests.data_scripts import load_script
 from workbench.callbacks.alarms import WATCHED, Attributor, Calibration
 
 pytestmark = pytest.mark.recorded
@@ -31,8 +31,8 @@ def locked(runs):
 def test_setups_of_the_test_set_are_in_no_other_set(runs, locked):
     of_faults = locked.isel(run=np.flatnonzero(locked["kind"].values != "late"))
     families = set(of_faults["family"].values.tolist())
-    with script_with_others("warning_cases") as script:
-        others = {setup.family for setup in script.SETUPS.values() if setup.set != "locked"}
+    script = load_script("warning_cases")
+    others = {setup.family for setup in script.SETUPS.values() if setup.set != "locked"}
     assert others.isdisjoint(families)
     assert len(families) >= 12
     assert int(wb.early_warning.harmful(locked).sum()) >= 50
@@ -58,12 +58,12 @@ def test_it_is_consistent_with_itself(runs):
 
 
 def test_healthy_runs_are_as_long_as_planned(runs):
-    with script_with_others("warning_cases") as script:
-        for row in range(runs.sizes["run"]):
-            run = runs.isel(run=row)
-            if str(run["kind"].values) == "":
-                plan = script.plan_of(script.Case(str(run["setup"].values), int(run["plan"])))
-                assert int(run["n_steps"]) == plan["n_steps"]
+    script = load_script("warning_cases")
+    for row in range(runs.sizes["run"]):
+        run = runs.isel(run=row)
+        if str(run["kind"].values) == "":
+            plan = script.plan_of(script.Case(str(run["setup"].values), int(run["plan"])))
+            assert int(run["n_steps"]) == plan["n_steps"]
 
 
 def test_the_shipped_calibration_was_fitted_to_many_healthy_steps():
@@ -81,18 +81,19 @@ def test_a_repeated_fault_is_found_at_the_same_step(locked, tmp_path):
     is_it = (locked["first_signal"] == "arithmetic").values & (locked["kind"] == "attention").values
     rows = np.flatnonzero(is_it)
     row = locked.isel(run=rows[np.argmin(locked["start"].values[rows])])
-    with script_with_others("judge_warnings") as judging, script_with_others("record_warnings") as script:
-        import warning_cases
-
-        case = warning_cases.Case(str(row["setup"].values), int(row["plan"]), "attention", float(row["dose"]))
-        assert case.start == int(row["start"])
-        run = script.Recorded(case)
-        run.later.become(case)
-        for record in run:
-            if record.step > row["first_step"]:
-                break
-        place = script.place_of(case, tmp_path)
-        result = run.save(place, start=case.start) | {"set": "locked", "place": Path(place)}
-        again = judging.judge(result)
+    judging = load_script("judge_warnings")
+    script = load_script("record_warnings")
+    case = load_script("warning_cases").Case(
+        str(row["setup"].values), int(row["plan"]), "attention", float(row["dose"])
+    )
+    assert case.start == int(row["start"])
+    run = script.Recorded(case)
+    run.later.become(case)
+    for record in run:
+        if record.step > row["first_step"]:
+            break
+    place = script.place_of(case, tmp_path)
+    result = run.save(place, start=case.start) | {"set": "locked", "place": Path(place)}
+    again = judging.judge(result)
     for name in ("first_step", "first_signal", "first_cause"):
         assert again[name] == row[name].values.item()

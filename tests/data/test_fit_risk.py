@@ -3,15 +3,14 @@
 import numpy as np
 import pytest
 
-from tests.data_scripts import FOLDER, script_with_others
+from tests.data_scripts import FOLDER, load_script
 
 pytestmark = pytest.mark.recorded
 
 
 @pytest.fixture(scope="module")
 def script():
-    with script_with_others("fit_risk") as found:
-        yield found
+    return load_script("fit_risk")
 
 
 def distribution(mean, below, above):

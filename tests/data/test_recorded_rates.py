@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from tests.data_scripts import FOLDER, script_with_others
+from tests.data_scripts import FOLDER, load_script
 from workbench.rates.outcomes import design_key
 from workbench.schema.sweeps import CURVES, OUTCOMES, SETTINGS
 
@@ -19,8 +19,7 @@ FILE = FOLDER / "rates.nc"
 
 @pytest.fixture(scope="module")
 def script():
-    with script_with_others("make_rates") as found:
-        yield found
+    return load_script("make_rates")
 
 
 @pytest.fixture(scope="module")

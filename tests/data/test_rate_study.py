@@ -15,19 +15,14 @@ import xarray as xr
 
 import workbench as wb
 from tests.about import about
-from tests.data_scripts import FOLDER
-
-SCRIPTS = ("rate_designs", "make_sweep", "make_rates", "make_pilots", "fit_rates")
+from tests.data_scripts import FOLDER, load_script
 
 
 @pytest.fixture
 def scripts(monkeypatch):
     """The designs and the script, imported as by the command line, also in other processes."""
-    monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER), os.environ.get("PYTHONPATH", "")]))
-    yield [importlib.import_module(name) for name in ("rate_designs", "make_rates")]
-    for name in SCRIPTS:
-        sys.modules.pop(name, None)
+    return [load_script(name) for name in ("rate_designs", "make_rates")]
 
 
 def test_designs_are_different_and_families_are_in_one_set(scripts):
