@@ -146,7 +146,7 @@ def usable(results: dict[Case, dict[str, Any]]) -> list[Case]:
 
 def known() -> list[Case]:
     """Return the usable runs of the test set of the study of the diagnosis."""
-    names = set(wb.samples.failures()["name"].values.tolist())
+    names = set(wb.samples.open("failures")["name"].values.tolist())
     return [case for case in cases("locked") if case.name in names]
 
 
@@ -264,7 +264,7 @@ class Labeled:
 
 def labeled(work: Path) -> list[Labeled]:
     """Return all usable recorded runs: those of the study with its labels, and the new ones."""
-    study = wb.samples.failures().set_index(run="name")
+    study = wb.samples.open("failures").set_index(run="name")
     of_study, new = results_in(work / "known"), results_in(work / "new")
     found = []
     for case, result in of_study.items():

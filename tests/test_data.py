@@ -8,7 +8,9 @@ import pytest
 import workbench as wb
 from tests.about import about, says
 from tests.data_scripts import load_script
+from tests.docs.page_numbers import page_module
 from workbench.errors import CheckpointError, StoreError
+from workbench.studies.samples import STUDIES
 
 pytestmark = pytest.mark.recorded
 
@@ -124,7 +126,7 @@ def test_a_row_at_initialization_is_the_recorded_one(make_runs, table, name, one
 
 
 def test_the_order_of_the_norms_is_the_published_one():
-    table = wb.samples.initialization("norms")["near_unit_mass"].mean("seed").dropna("architecture")
+    table = wb.samples.open("initialization/norms")["near_unit_mass"].mean("seed").dropna("architecture")
     ours, published = table.sel(source="ours"), table.sel(source="published")
     ordered = published.sortby(ours).values
     assert len(ordered) == 6
@@ -139,13 +141,13 @@ def test_the_order_of_the_norms_is_the_published_one():
 
 @pytest.mark.slow
 def test_no_norm_diverges_where_pre_ln_never_does(make_runs, one_thread):
-    table = wb.samples.divergence_table()["has_diverged"]
+    table = wb.samples.open("divergence_table")["has_diverged"]
     assert list(table["architecture"].values) == list(make_runs.NORMS)
     assert not table.sel(architecture="Pre-LN").any()
     assert float(table.sel(architecture="No-Norm").mean()) > 0.9
     rate, seed = float(table["learning_rate"][-1]), int(table["seed"][0])
     rerun = make_runs.outcome("No-Norm", rate, seed)
-    recorded = wb.samples.divergence_table().sel(architecture="No-Norm", learning_rate=rate, seed=seed)
+    recorded = wb.samples.open("divergence_table").sel(architecture="No-Norm", learning_rate=rate, seed=seed)
     assert rerun["has_diverged"]
     assert rerun["step"] == pytest.approx(float(recorded["step"]), abs=15)
 
@@ -165,7 +167,7 @@ def test_finished_parts_are_not_generated_again(make_runs, tmp_path):
 def test_the_sweep_is_complete_and_the_recorded_one(make_shaping):
     record = json.loads((ROOT / "data" / "shaping.json").read_text())
     assert record["sha256"] == hashlib.sha256((ROOT / "data" / "shaping.nc").read_bytes()).hexdigest()
-    runs = wb.samples.shaping()
+    runs = wb.samples.open("shaping")
     coords = (runs[name].values.tolist() for name in ("study", "control", "learning_rate", "seed"))
     found = [*zip(*coords, strict=True)]
     assert len(found) == len(set(found)) == record["n_runs"]
@@ -179,7 +181,7 @@ def test_the_sweep_is_complete_and_the_recorded_one(make_shaping):
 
 
 def test_outcomes_of_the_sweep_are_consistent(make_shaping):
-    runs = wb.samples.shaping()
+    runs = wb.samples.open("shaping")
     has_diverged = runs["has_diverged"].values
     assert has_diverged.any()
     assert not has_diverged.all()
@@ -194,18 +196,18 @@ def test_outcomes_of_the_sweep_are_consistent(make_shaping):
 
 
 def test_studies_are_selected_by_name_and_have_the_controls_of_the_paper(make_shaping):
-    tables = wb.samples.shaping("controls", "tables")
+    tables = wb.samples.open("shaping", "controls", "tables")
     assert list(dict.fromkeys(tables["study"].values)) == ["controls", "tables"]
     assert tables.sizes["run"] == len(make_shaping.jobs(["controls", "tables"]))
-    assert set(wb.published.shaping_table()["control"].values) <= set(tables["control"].values)
-    with pytest.raises(StoreError, check=about("study", "dose", ("controls", "tables", "doses"))):
-        wb.samples.shaping("dose")
+    assert set(page_module("docs/results/kss.md").published().index) <= set(tables["control"].values)
+    with pytest.raises(StoreError, check=about("parts", "dose", ("controls", "tables", "doses"))):
+        wb.samples.open("shaping", "dose")
 
 
 @pytest.mark.slow
 def test_a_rerun_of_the_sweep_ends_as_recorded(make_shaping, one_thread):
     """The cell that diverged first without a control, and the same cell with the best KSS for some more steps."""
-    runs = wb.samples.shaping("controls")
+    runs = wb.samples.open("shaping", "controls")
     uncontrolled, shaped = (runs.isel(run=runs["control"].values == name) for name in ("none", "KSS, best"))
     for name in ("learning_rate", "seed"):
         np.testing.assert_array_equal(uncontrolled[name], shaped[name])
@@ -225,7 +227,7 @@ def test_a_rerun_of_the_sweep_ends_as_recorded(make_shaping, one_thread):
     ("call", "name", "value", "expected"),
     [
         (lambda: wb.samples.recorded_runs("broken"), "kind", "broken", ("healthy", "diverged")),
-        (lambda: wb.samples.initialization("moe"), "table", "moe", ("architectures", "norms")),
+        (lambda: wb.samples.open("initialization/moe"), "name", "initialization/moe", tuple(STUDIES)),
     ],
 )
 def test_unknown_recordings_are_named(call, name, value, expected):
@@ -235,6 +237,5 @@ def test_unknown_recordings_are_named(call, name, value, expected):
 
 def test_a_missing_table_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(wb.samples, "_DATA", tmp_path)
-    for name, call in (("divergence", wb.samples.divergence_table), ("shaping", wb.samples.shaping)):
-        with pytest.raises(StoreError, check=about(f"{name}.nc", tmp_path / f"{name}.nc")):
-            call()
+    with pytest.raises(StoreError, check=about("divergence.nc", tmp_path / "divergence.nc")):
+        wb.samples.open("divergence_table")

@@ -82,7 +82,7 @@ found["digits leave the states"] = before == states() and bool(loaded("sklearn.d
 for name in ("holoviews", "matplotlib", "anywidget"):
     sys.modules[name] = None
 found["without the lab"] = []
-tree = wb.samples.assessments()
+tree = wb.samples.open("assessments")
 for ask in (
     lambda: wb.plots.eigenvalue_map(spectra),
     lambda: wb.report(tree, "x.md"),

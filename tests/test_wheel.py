@@ -23,7 +23,7 @@ assert wb.__file__.startswith({wheel!r}), wb.__file__
 for name in dir(wb):
     getattr(wb, name)
 assert len(wb.samples.recorded_runs()) == 18
-assert wb.samples.divergence_sweep("norms").sizes["run"]
+assert wb.samples.open("divergence_sweep", "norms").sizes["run"]
 assert wb.samples.failed_run("precision").exists()
 assert wb.risk.shipped().deviations
 assert wb.Alarms(calibration=wb.alarms.Calibration.shipped()) is not None

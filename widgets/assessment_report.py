@@ -82,7 +82,7 @@ class AssessmentReport(MeasuringWidget):
     Example:
         >>> import workbench as wb
         >>> from workbench import widgets
-        >>> report = widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
+        >>> report = widgets.AssessmentReport(wb.samples.open("assessments")["gpt2"])
         >>> report.summary.split(".")[0]
         'gpt2 may proceed'
         >>> report.view = "criteria"

@@ -41,5 +41,5 @@ def criteria_bands():
 
     A recorded assessment of a published design.
     """
-    tree = wb.samples.assessments()["gpt2"]
+    tree = wb.samples.open("assessments")["gpt2"]
     return wb.plots.criteria_bands(tree["criteria"].to_dataset())

@@ -11,7 +11,7 @@ def rate_curve():
     Recorded runs of two designs. The large mark is the best rate, the dashed line the loss of a model that knows only
     the frequencies of its targets.
     """
-    study = wb.samples.rate_study("fit").query(run="n_steps == 480 and d_model == 64 and n_layers == 3")
+    study = wb.samples.open("rate_study", "fit").query(run="n_steps == 480 and d_model == 64 and n_layers == 3")
     designs = {name: study.query(run=f"architecture == '{name}'") for name in ("Pre-LN", "No norm")}
     return wb.plots.rate_curve({name: wb.rates.loss_over_rates(runs) for name, runs in designs.items()})
 
@@ -22,7 +22,7 @@ def rate_bands():
     Recorded runs of four architectures. The bar extends from the slow edge to the useful edge; the mark
     is the best rate.
     """
-    study = wb.samples.rate_study("fit").query(run="stage == 'coarse'")
+    study = wb.samples.open("rate_study", "fit").query(run="stage == 'coarse'")
     runs = study.isel(run=study["architecture"].isin(["GPT-2", "Llama", "Pre-LN", "No norm"]).values)
     return wb.plots.rate_bands(wb.rates.rate_outcomes(runs))
 
@@ -44,6 +44,6 @@ def risk_curve():
     A design of the recorded sweep with a plan of 400 updates. The green band holds the rates that are predicted to
     learn well.
     """
-    case = wb.samples.divergence_sweep("norms").isel(run=[0])
+    case = wb.samples.open("divergence_sweep", "norms").isel(run=[0])
     risk = wb.risk.over_rates(wb.sweeps.replan(case, n_steps=400), np.geomspace(1e-4, 1, 40))
     return wb.plots.risk_curve(risk, learning_rate=0.01)

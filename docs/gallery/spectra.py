@@ -33,7 +33,7 @@ def radar():
 
     Normalizations at initialization: the mean over the recorded seeds, next to the values of RKSP (dashed).
     """
-    comparison = wb.samples.initialization("norms").mean("seed")
+    comparison = wb.samples.open("initialization/norms").mean("seed")
     names = ["Pre-LN", "Post-LN", "DeepNorm", "No-Norm"]
     return wb.plots.radar(comparison.sel(architecture=names), columns=2)
 
@@ -43,7 +43,7 @@ def comparison_table():
 
     The same data as in the radar charts. The function returns a pandas table.
     """
-    comparison = wb.samples.initialization("norms").mean("seed")
+    comparison = wb.samples.open("initialization/norms").mean("seed")
     return wb.plots.comparison_table(comparison, measures=["near_unit_mass", "spectral_radius"])
 
 

@@ -9,7 +9,7 @@ def explosion_edge():
     The recorded study of controls. The large marker is the largest rate up to which less than 20 % of the runs
     diverged.
     """
-    return wb.plots.explosion_edge(wb.samples.shaping("controls"))
+    return wb.plots.explosion_edge(wb.samples.open("shaping", "controls"))
 
 
 def reliability():
@@ -18,7 +18,7 @@ def reliability():
     The risk model that ships with the package, on recorded runs that were held out from its fit. On the dashed diagonal
     predictions are calibrated.
     """
-    runs = wb.samples.divergence_sweep("held out")
+    runs = wb.samples.open("divergence_sweep", "held out")
     cases = (runs.isel(run=[i]) for i in range(0, runs.sizes["run"], 3))
     predicted = [wb.risk.predict(case).explosion.value for case in cases]
     return wb.plots.reliability(wb.risk.reliability(predicted, runs["has_diverged"][::3]))

@@ -85,7 +85,7 @@ def AssessmentReport():
 
     A recorded assessment of a published design.
     """
-    return widgets.AssessmentReport(wb.samples.assessments()["gpt2"])
+    return widgets.AssessmentReport(wb.samples.open("assessments")["gpt2"])
 
 
 def show():
@@ -93,4 +93,4 @@ def show():
 
     The figure can be zoomed and has tooltips; the saved notebook keeps a picture of it.
     """
-    return widgets.show(wb.plots.explosion_edge(wb.samples.shaping("controls")))
+    return widgets.show(wb.plots.explosion_edge(wb.samples.open("shaping", "controls")))

@@ -20,7 +20,7 @@ GROUPS = {
 
 def verdicts():
     """Return how many designs that train and that fail are flagged, by part of the assessment."""
-    designs = wb.samples.assessed_designs().drop_dims("window").to_dataframe()
+    designs = wb.samples.open("assessed_designs").drop_dims("window").to_dataframe()
     # A design with an injected fault that did no harm counts neither as failing nor as sound.
     designs = designs[designs["fails"] | (designs["kind"] != "planted")]
     rows = []
@@ -43,7 +43,7 @@ def verdicts():
 
 def missed():
     """Return the faults that fail, and how many of their designs are flagged."""
-    designs = wb.samples.assessed_designs().drop_dims("window").to_dataframe()
+    designs = wb.samples.open("assessed_designs").drop_dims("window").to_dataframe()
     failing = designs[(designs["kind"] == "planted") & designs["fails"]]
     counts = failing.assign(flagged=failing["verdict"].isin(BAD)).groupby("fault")["flagged"].agg(["size", "sum"])
     counts = counts.sort_values(["size", "sum"], ascending=False).reset_index()

@@ -64,7 +64,7 @@ def unknown():
 
 def causes():
     """Return the answers from what the failed runs did alone, by true cause."""
-    runs = wb.samples.failures()
+    runs = wb.samples.open("failures")
     runs = runs.isel(run=(runs["set"] == "locked").values).sel(view="mechanism")
     truth, inside = runs["is_cause"].values, runs["is_in_set"].values
     first = runs["probability"].values.argmax(axis=1)

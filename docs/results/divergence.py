@@ -20,7 +20,7 @@ NAMES = {
 
 def predictors():
     """AUROC of each predictor of divergence on three sets of runs, and the published one."""
-    sweep = wb.samples.divergence_sweep()
+    sweep = wb.samples.open("divergence_sweep")
     tables = {
         name: wb.outcomes.predictor_table(sweep.isel(run=np.isin(sweep["study"], studies)))
         for name, studies in SETS.items()

@@ -127,4 +127,4 @@ def known(value):
 
 def test_set():
     """Return the runs of the test set."""
-    return wb.early_warning.of_set(wb.samples.early_warning(), "locked")
+    return wb.early_warning.of_set(wb.samples.open("early_warning"), "locked")

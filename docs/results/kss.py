@@ -48,7 +48,7 @@ def published():
 
 def divergence():
     """Outcomes of the four main controls at nine learning rates."""
-    runs = wb.samples.shaping("controls")
+    runs = wb.samples.open("shaping", "controls")
     rates = wb.outcomes.divergence_rates(runs)
     largest = wb.outcomes.largest_rate_without_explosion(runs)
     rows = []
@@ -70,7 +70,7 @@ def divergence():
 
 def useful():
     """Useful edge and best loss of each control relative to no control, by architecture."""
-    outcomes = wb.rates.rate_outcomes(wb.samples.kss_rates(), against="none").to_dataframe()
+    outcomes = wb.rates.rate_outcomes(wb.samples.open("kss_rates"), against="none").to_dataframe()
     by = outcomes.set_index(["architecture", "study"])[["useful_edge", "best_loss"]]
     rows = []
     for architecture in outcomes["architecture"].unique():
@@ -87,7 +87,7 @@ def useful():
 
 def controls():
     """All controls on the cells that all of them share, with the published figures."""
-    runs = wb.outcomes.shared_cells(wb.samples.shaping("controls", "tables"))
+    runs = wb.outcomes.shared_cells(wb.samples.open("shaping", "controls", "tables"))
     rates = wb.outcomes.divergence_rates(runs)
     paper = published().reindex(rates["control"].values)
     paper_gain = (paper["accuracy"] - paper["accuracy"]["none"]).where(paper.index != "none")
@@ -111,7 +111,7 @@ def controls():
 
 def doses():
     """Forms and doses of KSS."""
-    rates = wb.outcomes.divergence_rates(wb.samples.shaping("doses")).to_dataframe()
+    rates = wb.outcomes.divergence_rates(wb.samples.open("shaping", "doses")).to_dataframe()
     return pd.DataFrame(
         {
             "form, strength / interval": rates.index,
@@ -124,7 +124,10 @@ def doses():
 
 def claims():
     """Pairs of controls on the same learning rates and seeds, by an exact test of saved and lost runs."""
-    main, shared = wb.samples.shaping("controls"), wb.outcomes.shared_cells(wb.samples.shaping("controls", "tables"))
+    main, shared = (
+        wb.samples.open("shaping", "controls"),
+        wb.outcomes.shared_cells(wb.samples.open("shaping", "controls", "tables")),
+    )
     rows = []
     for claim, (control, other) in CLAIMS.items():
         runs = main if {control, other} <= set(CONTROLS) else shared

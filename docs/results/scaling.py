@@ -16,7 +16,7 @@ QUANTITIES = {
 
 def edges():
     """Predicted and measured explosion edges."""
-    data = wb.samples.scaling().sel(quantity="explosion_edge")
+    data = wb.samples.open("scaling").sel(quantity="explosion_edge")
     rows = []
     for name in data["architecture"].values:
         of = data.sel(architecture=name)
@@ -47,7 +47,7 @@ def _factor(predicted, measured):
 
 def coverage():
     """For each quantity, how many measured values lie in the interval that was predicted."""
-    data = wb.samples.scaling()
+    data = wb.samples.open("scaling")
     value = data["measured_at_target"]
     is_inside = (data["at_target_low"] <= value) & (value <= data["at_target_high"])
     counts = zip(is_inside.sum("architecture").values, value.notnull().sum("architecture").values, strict=True)
@@ -57,7 +57,7 @@ def coverage():
 
 def proxies():
     """Root mean square of the logarithmic errors of narrow models, as factors."""
-    data = wb.samples.matched_width()
+    data = wb.samples.open("matched_width")
     rows = []
     for name, label in QUANTITIES.items():
         error = np.log(data[name] / data[name].sel(size="target"))

@@ -23,7 +23,7 @@ NAMES = {
 def norms():
     """Normalizations at initialization, and how many of their runs diverged."""
     table = _initialization("norms", ["near_unit_mass", "expansive_mass", "spectral_radius"])
-    diverged = wb.samples.divergence_table()["has_diverged"].stack(run=["learning_rate", "seed"])
+    diverged = wb.samples.open("divergence_table")["has_diverged"].stack(run=["learning_rate", "seed"])
     published = wb.published.architectures()["divergence_rate"]
     cells = []
     for name in table["architecture"]:

@@ -18,7 +18,7 @@ PLAN = Path(__file__).parents[2] / "notebooks" / "plan.toml"
 
 @pytest.fixture(scope="module")
 def comparison():
-    return wb.samples.assessments().load()
+    return wb.samples.open("assessments").load()
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ pytestmark = pytest.mark.medium
 @pytest.fixture(scope="module")
 def lesson():
     """What the cells of the notebook compute."""
-    fresh = wb.samples.initialization("norms").sel(source="ours").mean("seed")
-    has_diverged = wb.samples.divergence_table()["has_diverged"]
+    fresh = wb.samples.open("initialization/norms").sel(source="ours").mean("seed")
+    has_diverged = wb.samples.open("divergence_table")["has_diverged"]
     table = pd.DataFrame(
         {
             "M": fresh["near_unit_mass"].to_series(),

@@ -18,7 +18,7 @@ BARE = "No norm, Xavier"
 @pytest.fixture(scope="module")
 def edges():
     """The table of the notebook, with all scalars of each design."""
-    study = wb.samples.rate_study("fit")
+    study = wb.samples.open("rate_study", "fit")
     runs = study.query(run="optimizer == 'AdamW' and n_steps == 480 and d_model == 64 and n_layers == 3")
     shorter = study.query(run="stage == 'shorter'")
     rows = {}
@@ -67,7 +67,7 @@ def test_the_outcome(answer, said):
 
 
 def test_what_the_sentences_about_outcomes_say_holds():
-    study = wb.samples.rate_study("fit")
+    study = wb.samples.open("rate_study", "fit")
     runs = study.query(
         run="architecture == 'Post-LN' and optimizer == 'AdamW' and n_steps == 480 and stage != 'measures'"
     )
@@ -155,7 +155,7 @@ class TestChosenRate:
         assert said in judged("3.5", rate)
 
     def test_the_cost_of_a_rate_is_that_of_the_recorded_runs(self, edges):
-        study = wb.samples.rate_study("fit")
+        study = wb.samples.open("rate_study", "fit")
         runs = study.query(run="architecture == 'Llama-style' and optimizer == 'AdamW' and n_steps == 480")
         at = runs.query(run="learning_rate > 0.1")["held_out_loss"].isel(evaluation=-1).mean()
         cost = float(at) - edges.best_loss["Llama-style"]

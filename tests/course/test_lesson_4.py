@@ -51,7 +51,7 @@ def n_signals(runs):
 @pytest.fixture(scope="module")
 def harmed():
     """Runs of the test set that were harmed by a fault which the settings do not reveal."""
-    table = wb.samples.early_warning().to_dataframe().query("set == 'locked' and kind != '' and is_harmful")
+    table = wb.samples.open("early_warning").to_dataframe().query("set == 'locked' and kind != '' and is_harmful")
     return table[~table["settings_show_it"] & table["start"].notna()]
 
 

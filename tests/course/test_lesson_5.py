@@ -252,7 +252,7 @@ def test_both_replays_help_as_the_lesson_says(trees):
 
 
 def test_half_of_the_runs_called_failed_are_healthy_if_nine_in_ten_are():
-    study = wb.samples.failures()
+    study = wb.samples.open("failures")
     test = study.isel(run=(study["set"] == "locked").values)
     first = test["ranked_cause"].values[test["probability"].sel(view="mechanism").argmax("ranked_cause").values]
     is_healthy = test["is_cause"].sel(ranked_cause="nothing").values

@@ -155,7 +155,7 @@ def test_the_chosen_features_are_the_informative_ones(fit_rates):
 
 
 def test_copies_of_one_seed_predict_their_edges_exactly(fit_rates):
-    study = wb.samples.rate_study("fit")
+    study = wb.samples.open("rate_study", "fit")
     of = study.isel(
         run=(study.cell == study.cell[0]).values & (study.seed == 1).values & (study.stage != "long").values
     )

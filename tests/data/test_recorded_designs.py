@@ -26,7 +26,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def designs():
-    return wb.samples.assessed_designs().load()
+    return wb.samples.open("assessed_designs").load()
 
 
 @pytest.fixture(scope="module")

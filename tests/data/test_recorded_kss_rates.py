@@ -21,7 +21,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def runs():
-    return wb.samples.kss_rates()
+    return wb.samples.open("kss_rates")
 
 
 def test_its_runs_are_those_of_the_script(script, runs):

@@ -24,7 +24,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def runs():
-    return wb.samples.rate_study()
+    return wb.samples.open("rate_study")
 
 
 def test_it_states_its_origin_and_is_small_enough(script, runs):

@@ -24,7 +24,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def runs():
-    return wb.samples.divergence_sweep()
+    return wb.samples.open("divergence_sweep")
 
 
 def ladders_of(script, runs, study):
@@ -117,7 +117,7 @@ def test_a_re_run_ends_as_recorded(runs, which):
 
 
 def test_studies_are_selected_by_name(runs):
-    norms = wb.samples.divergence_sweep("norms")
+    norms = wb.samples.open("divergence_sweep", "norms")
     assert set(norms["study"].values.tolist()) == {"norms"}
     with pytest.raises(wb.errors.StoreError, check=about("study", "nothing")):
-        wb.samples.divergence_sweep("nothing")
+        wb.samples.open("divergence_sweep", "nothing")

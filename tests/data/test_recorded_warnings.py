@@ -20,7 +20,7 @@ SETTLED = {"arithmetic", "gradients", "data", "logits", "learning_rate", "batch_
 
 @pytest.fixture(scope="module")
 def runs():
-    return wb.samples.early_warning()
+    return wb.samples.open("early_warning")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ OF_TITLE = {"training": "fit", "validation": "choose", "test": "locked"}
 
 @pytest.fixture(scope="module")
 def runs():
-    return wb.samples.rate_study().load()
+    return wb.samples.open("rate_study").load()
 
 
 def read(name):

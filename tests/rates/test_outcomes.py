@@ -213,7 +213,7 @@ def test_a_cell_whose_runs_all_diverge_has_outcomes(tmp_path):
 
 
 def test_sweeps_without_losses_are_rejected():
-    old = wb.samples.divergence_sweep("held out")
+    old = wb.samples.open("divergence_sweep", "held out")
     with pytest.raises(SchemaError, check=says("The sweep has no losses along its runs; record it with")):
         rate_outcomes(old)
 

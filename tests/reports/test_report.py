@@ -403,19 +403,19 @@ def test_the_summary_states_each_probability_once(kind, tmp_path, without_pictur
 
 
 def test_the_summary_states_useful_rates_and_no_healthy_criterion():
-    (fact,) = document_of(wb.samples.assessments()["gpt2"].copy()).facts
+    (fact,) = document_of(wb.samples.open("assessments")["gpt2"].copy()).facts
     assert fact.label == "largest useful rate"
     assert "estimated on a proxy model of width 64 with 4 blocks; planned: 0.0006; limit: 0.00383" in fact.remark
 
 
 def test_the_ratio_of_the_planned_rate_is_that_to_the_limit_that_the_report_states():
-    numbers = Numbers(wb.samples.assessments()["gpt2"].copy())
+    numbers = Numbers(wb.samples.open("assessments")["gpt2"].copy())
     (sentence,) = (each for each in rate_sentences(numbers) if "Published designs" in each.text)
     planned, limit, ratio = (numbers.value("pilot", name) for name in ("planned_rate", "upper_rate_limit", RATE))
     assert planned.value / limit.value == pytest.approx(ratio.value)
     assert f"its limit, three times the upper end; the planned rate is {ratio.text} times this limit" in sentence.text
     assert limit.value == pytest.approx(3 * numbers.value("pilot", "useful_edge_high").value)
-    tree = wb.samples.assessments()["gpt2"].copy(deep=True)
+    tree = wb.samples.open("assessments")["gpt2"].copy(deep=True)
     tree["pilot"] = xr.DataTree(tree["pilot"].to_dataset().drop_vars("upper_rate_limit"))  # as saved earlier
     (sentence,) = (each for each in rate_sentences(Numbers(tree)) if "Published designs" in each.text)
     assert f"the planned rate is {ratio.text} times this limit" in sentence.text
@@ -428,7 +428,7 @@ def test_the_summary_states_the_proposed_rate():
 
 
 def test_names_of_the_library_keep_their_case():
-    text = " ".join(s.text for s in document_of(wb.samples.assessments()["gpt2"].copy()).sections[3].sentences)
+    text = " ".join(s.text for s in document_of(wb.samples.open("assessments")["gpt2"].copy()).sections[3].sentences)
     assert "wb.Alarms raises an alarm" in text
     assert "Wb." not in text
 

@@ -124,7 +124,7 @@ def test_the_random_state_and_a_model_of_the_target_width_are_not_changed():
 
 @pytest.mark.recorded
 def test_the_error_of_matched_models_is_the_recorded_one_and_far_below_that_of_unmodified_ones():
-    recorded = wb.samples.matched_width()
+    recorded = wb.samples.open("matched_width")
     log_ratio = {
         size: {
             name: np.log(recorded[name].sel(size=size) / recorded[name].sel(size="target")).values for name in names()
@@ -145,7 +145,7 @@ def names():
 @pytest.mark.recorded
 def test_repeating_the_measurement_yields_the_recorded_structure():
     make_matched_width = load_script("make_matched_width")
-    recorded = wb.samples.matched_width().sel(design="gpt2")
+    recorded = wb.samples.open("matched_width").sel(design="gpt2")
     for size in ("thin", "matched"):
         found = make_matched_width.measure_size("gpt2", size)
         for name in names():

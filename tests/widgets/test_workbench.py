@@ -440,7 +440,7 @@ def test_the_rates_of_a_sweep_are_drawn(folder, make):
     assert bench.error == ""
     ran = executed(bench)
     assert type(ran.rates).__name__ == "Figure"
-    assert "wb.plots.rate_bands(wb.rates.rate_outcomes(wb.samples.kss_rates()))" in bench.code
+    assert 'wb.plots.rate_bands(wb.rates.rate_outcomes(wb.samples.open("kss_rates")))' in bench.code
     assert bench.picture()[1:4] == b"PNG"
 
 

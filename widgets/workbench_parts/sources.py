@@ -103,13 +103,13 @@ def shipped() -> tuple[Source, ...]:
         run = LibraryCall("wb.open_run", (path,), variable=name, topic=name)
         found.append(Source(f"failed: {name}", Kind.RUN, FAILED, run, "failed run; its cause is known"))
     for title, name in _SETS.items():
-        study = LibraryCall("wb.samples.rate_study", (name,), variable="study", topic="rate study")
+        study = LibraryCall("wb.samples.open", ("rate_study", name), variable="study", topic="rate study")
         found.append(
             Source(f"rate study, {title}", Kind.SWEEP, SWEEPS, study, "losses at learning rates around the best")
         )
-    kss = LibraryCall("wb.samples.kss_rates", variable="study", topic="rates with KSS")
+    kss = LibraryCall("wb.samples.open", ("kss_rates",), variable="study", topic="rates with KSS")
     found.append(Source("rates with KSS", Kind.SWEEP, SWEEPS, kss, "losses at learning rates, with and without KSS"))
-    reports = LibraryCall("wb.samples.assessments", variable="assessed", topic="assessments")
+    reports = LibraryCall("wb.samples.open", ("assessments",), variable="assessed", topic="assessments")
     found.append(Source("four published designs", Kind.REPORT, SWEEPS, reports, "recorded assessments, side by side"))
     found += [
         Source(name, Kind.PUBLISHED, PUBLISHED, name, "published design, built from its configuration")

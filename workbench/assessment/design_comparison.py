@@ -86,7 +86,7 @@ def compare_designs(
         >>> import workbench as wb
         >>> designs = {"small": "gpt2", "state space": "mamba-130m"}
         >>> tree = wb.compare_designs(designs, plan="plan.toml")  # doctest: +SKIP
-        >>> tree = wb.samples.assessments()  # a recorded comparison of four published designs
+        >>> tree = wb.samples.open("assessments")  # a recorded comparison of four published designs
         >>> tree["designs"]["design"].values.tolist()
         ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'qwen3-8b']
 

@@ -29,8 +29,8 @@ _LIMIT = 0.5
 @cache
 def _untrained() -> xr.Dataset:
     """Recorded measures of the normalizations that were trained, mean over seeds."""
-    fresh = samples.initialization("norms").sel(source="ours").mean("seed")
-    return fresh.sel(architecture=samples.divergence_table()["architecture"].values)
+    fresh = samples.open("initialization/norms").sel(source="ours").mean("seed")
+    return fresh.sel(architecture=samples.open("divergence_table")["architecture"].values)
 
 
 def _largest_mass() -> str:
@@ -41,7 +41,7 @@ def _largest_mass() -> str:
 @cache
 def _rule() -> tuple[np.ndarray, np.ndarray]:
     """Whether each normalization is flagged by the rule, and whether any of its runs diverged."""
-    diverged = samples.divergence_table()["has_diverged"].any(["learning_rate", "seed"])
+    diverged = samples.open("divergence_table")["has_diverged"].any(["learning_rate", "seed"])
     return (_untrained()["near_unit_mass"] > _LIMIT).values, diverged.values
 
 

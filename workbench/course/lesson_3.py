@@ -24,7 +24,7 @@ _RATE = 0.01139
 
 @cache
 def _study() -> xr.Dataset:
-    return samples.rate_study("fit")
+    return samples.open("rate_study", "fit")
 
 
 @cache

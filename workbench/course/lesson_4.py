@@ -106,7 +106,7 @@ def _evidence(rate: float, *, n_signals: int) -> float:
 
 @cache
 def _test_set() -> xr.Dataset:
-    return early_warning.of_set(samples.early_warning(), "locked")
+    return early_warning.of_set(samples.open("early_warning"), "locked")
 
 
 def _blind_kinds() -> set[str]:

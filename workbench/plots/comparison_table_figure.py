@@ -42,7 +42,7 @@ def comparison_table(
 
     Example:
         >>> import workbench as wb
-        >>> comparison = wb.samples.initialization("norms").mean("seed")
+        >>> comparison = wb.samples.open("initialization/norms").mean("seed")
         >>> table = wb.plots.comparison_table(comparison, measures=["near_unit_mass"])
         >>> list(table.index)[:2]
         ['Pre-LN', 'Post-LN']

@@ -42,7 +42,7 @@ def explosion_edge(
     value.
 
     Args:
-        outcomes: Table with one entry per run, such as `workbench.samples.shaping`.
+        outcomes: Table with one entry per run, such as `workbench.samples.open`.
         below: Fraction of diverged runs as in `workbench.outcomes.largest_rate_without_explosion`, drawn as a
             horizontal line.
         places: Style number (color, marker, dash) of each control, by name; None numbers them in the order of the runs.
@@ -57,7 +57,7 @@ def explosion_edge(
 
     Example:
         >>> import workbench as wb
-        >>> figure = wb.plots.explosion_edge(wb.samples.shaping("controls"))
+        >>> figure = wb.plots.explosion_edge(wb.samples.open("shaping", "controls"))
         >>> len(figure)  # panels
         1
 

@@ -57,7 +57,7 @@ def radar(
 
     Example:
         >>> import workbench as wb
-        >>> comparison = wb.samples.initialization("norms").mean("seed").isel(architecture=[0, 1])
+        >>> comparison = wb.samples.open("initialization/norms").mean("seed").isel(architecture=[0, 1])
         >>> figure = wb.plots.radar(comparison)
         >>> len(figure)  # charts
         2

@@ -48,7 +48,7 @@ def rate_bands(
 
     Example:
         >>> import workbench as wb
-        >>> study = wb.samples.rate_study("fit")
+        >>> study = wb.samples.open("rate_study", "fit")
         >>> runs = study.isel(run=study.architecture.isin(["GPT-2", "Llama"]).values & (study.stage == "coarse").values)
         >>> len(wb.plots.rate_bands(wb.rates.rate_outcomes(runs)))  # panels
         2

@@ -49,7 +49,7 @@ def risk_curve(
     Example:
         >>> import numpy as np
         >>> import workbench as wb
-        >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
+        >>> case = wb.samples.open("divergence_sweep", "norms").isel(run=[0])
         >>> risk = wb.risk.over_rates(wb.sweeps.replan(case, n_steps=400), np.geomspace(1e-4, 1, 5))
         >>> len(wb.plots.risk_curve(risk)), len(wb.plots.risk_curve({"one": risk, "other": risk}))  # panels
         (1, 1)

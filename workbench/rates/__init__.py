@@ -2,7 +2,7 @@
 
 Example:
     >>> import workbench as wb
-    >>> study = wb.samples.rate_study("fit")
+    >>> study = wb.samples.open("rate_study", "fit")
     >>> losses = wb.rates.loss_over_rates(study.isel(run=(study.cell == study.cell[0]).values))
     >>> bool(losses.slow_edge < losses.best_rate < losses.useful_edge)
     True

@@ -145,7 +145,7 @@ class FoundRates:
         In the standard parametrization rates are proportional to 1 / width; in muP they do not depend on the width
         (Yang et al. 2022, arXiv:2203.03466). The error of the rule widens the intervals by a factor of 1.5 for each
         factor of 4 in the width, and by at least 1.5. This is the largest error of explosion edges at width 256
-        predicted from width 64, in eight recorded width studies (`workbench.samples.scaling`). Beyond a factor of 4 the
+        predicted from width 64, in eight recorded width studies (`workbench.samples.open`). Beyond a factor of 4 the
         growth of the error is an assumption.
 
         Args:

@@ -100,7 +100,7 @@ def rate_outcomes(
 
     Example:
         >>> import workbench as wb
-        >>> study = wb.samples.rate_study("fit")
+        >>> study = wb.samples.open("rate_study", "fit")
         >>> runs = study.isel(run=(study.architecture == "Llama").values & (study.stage == "coarse").values)
         >>> wb.rates.rate_outcomes(runs)["useful_edge"].dims
         ('cell',)
@@ -143,7 +143,7 @@ def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_st
 
     Example:
         >>> import workbench as wb
-        >>> study = wb.samples.rate_study("fit")
+        >>> study = wb.samples.open("rate_study", "fit")
         >>> losses = wb.rates.loss_over_rates(study.isel(run=(study.cell == study.cell[0]).values))
         >>> losses.sizes["seed"], bool(losses.is_learned)
         (3, True)

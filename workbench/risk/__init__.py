@@ -2,7 +2,7 @@
 
 Example:
     >>> import workbench as wb
-    >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
+    >>> case = wb.samples.open("divergence_sweep", "norms").isel(run=[0])
     >>> risk = wb.risk.predict(case)  # pass pilot=wb.find_rate(...) after a pilot
     >>> 0 <= risk.failure.low <= risk.failure.value <= risk.failure.high <= 1
     True

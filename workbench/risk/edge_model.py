@@ -242,7 +242,7 @@ def fit(
     Example:
         >>> import numpy as np
         >>> import workbench as wb
-        >>> cases = wb.samples.divergence_sweep("norms").isel(run=slice(0, 180, 10))
+        >>> cases = wb.samples.open("divergence_sweep", "norms").isel(run=slice(0, 180, 10))
         >>> edge = np.log(cases["learning_rate"].values)
         >>> edges = {name: wb.risk.Edges(edge, edge) for name in ("slow_edge", "useful_edge", "explosion_edge")}
         >>> model = wb.risk.fit(cases, edges, cases["architecture"].values, n_bootstrap=2)

@@ -82,7 +82,7 @@ def feature_table(cases: xr.Dataset, names: Sequence[str], *, allow_missing: boo
 
     Example:
         >>> import workbench as wb
-        >>> cases = wb.samples.divergence_sweep("held out").isel(run=slice(0, 2))
+        >>> cases = wb.samples.open("divergence_sweep", "held out").isel(run=slice(0, 2))
         >>> wb.risk.feature_table(cases, ["near_unit_mass mean", "d_model"]).shape
         (2, 2)
 

@@ -42,7 +42,7 @@ def predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
 
     Example:
         >>> import workbench as wb
-        >>> scores = wb.risk.predictor_scores(wb.samples.divergence_sweep("norms"))
+        >>> scores = wb.risk.predictor_scores(wb.samples.open("divergence_sweep", "norms"))
         >>> scores.dims, scores["predictor"].values[:2].tolist()
         (('run', 'predictor'), ['M', 'M log10(kappa)'])
 

@@ -81,7 +81,7 @@ class Risk:
 
     Example:
         >>> import workbench as wb
-        >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
+        >>> case = wb.samples.open("divergence_sweep", "norms").isel(run=[0])
         >>> risk = wb.risk.predict(wb.sweeps.replan(case, learning_rate=1e-3))
         >>> str(risk).startswith("At a learning rate of 0.001")
         True
@@ -137,7 +137,7 @@ def predict(case: xr.Dataset, *, pilot: FoundRates | None = None, model: EdgeMod
 
     Example:
         >>> import workbench as wb
-        >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
+        >>> case = wb.samples.open("divergence_sweep", "norms").isel(run=[0])
         >>> plans = (wb.sweeps.replan(case, learning_rate=rate, n_steps=480) for rate in (1e-3, 1e-1))
         >>> slow, fast = (wb.risk.predict(plan) for plan in plans)
         >>> slow.too_large.value < fast.too_large.value
@@ -174,7 +174,7 @@ def over_rates(
 
     Example:
         >>> import workbench as wb
-        >>> case = wb.samples.divergence_sweep("norms").isel(run=[0])
+        >>> case = wb.samples.open("divergence_sweep", "norms").isel(run=[0])
         >>> wb.risk.over_rates(case, [1e-3, 1e-2])["failure"].dims
         ('learning_rate',)
 

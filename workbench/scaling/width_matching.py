@@ -62,7 +62,7 @@ def matched_width(
 
     See Also:
         `workbench.scaling.Design`: Builds narrow models with unmodified initialization.
-        `workbench.samples.matched_width`: Loads the recorded accuracy of the match.
+        `workbench.samples.open`: Loads the recorded accuracy of the match.
     """
     if width > design.width:
         raise OptionError.of("width", width, f"at most {design.width}, the width of the design")

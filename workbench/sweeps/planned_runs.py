@@ -99,7 +99,7 @@ def replan(
 
     Example:
         >>> import workbench as wb
-        >>> cases = wb.samples.divergence_sweep("held out").isel(run=slice(0, 2))
+        >>> cases = wb.samples.open("divergence_sweep", "held out").isel(run=slice(0, 2))
         >>> wb.sweeps.replan(cases, learning_rate=0.02)["learning_rate"].values
         array([0.02, 0.02])
 

@@ -157,7 +157,7 @@ def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
 
     Example:
         >>> import workbench as wb
-        >>> norms, scales = wb.samples.divergence_sweep("norms"), wb.samples.divergence_sweep("scales")
+        >>> norms, scales = wb.samples.open("divergence_sweep", "norms"), wb.samples.open("divergence_sweep", "scales")
         >>> wb.sweeps.join([norms, scales]).sizes["run"] == norms.sizes["run"] + scales.sizes["run"]
         True
 

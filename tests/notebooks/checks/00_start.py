@@ -27,7 +27,7 @@ assert (fraction[fraction.index >= unsafe] == 1).all()
 assert unsafe < 1.6 * safe
 assert not normed["has_diverged"].any()
 assert abs(float(largest["final_loss"] - largest["trivial_loss"])) < 0.05
-recorded_masses = wb.samples.initialization("norms")["near_unit_mass"].sel(source="ours").mean("seed")
+recorded_masses = wb.samples.open("initialization/norms")["near_unit_mass"].sel(source="ours").mean("seed")
 assert recorded_masses.sel(architecture="No-Norm") > 0.9
 assert recorded_masses.sel(architecture="Pre-LN") < 0.2
 

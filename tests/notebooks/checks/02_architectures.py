@@ -33,7 +33,7 @@ assert gap["last"] < gap["first"] / 2
 
 # ---- section 4: published directions
 assert [int(seeds.sum()) for seeds in claims.values()] == [3, 3, 0, 0, 0, 3]
-means = wb.samples.initialization("architectures").mean("seed").sel(source="ours")
+means = wb.samples.open("initialization/architectures").mean("seed").sel(source="ours")
 m, nonlinear = means["near_unit_mass"], means["nonlinearity_ratio"]
 assert m.sel(architecture="MoE top-1") > m.sel(architecture="MoE top-2") + 0.1
 assert 0.001 < m.sel(architecture="MoE top-2") - m.sel(architecture="MoE top-4") < 0.006
