@@ -25,7 +25,7 @@ from rate_designs import designs
 
 import workbench as wb
 from workbench.io.atomic import replacing
-from workbench.rates.drift import SOURCES, features
+from workbench.rates.find_rate import SOURCES, features
 from workbench.rates.outcomes import design_key, rate_outcomes
 from workbench.rates.rate_search import LONGEST_SHARE
 from workbench.training.training_plan import TrainingPlan
@@ -37,7 +37,7 @@ SHIPPED = Path(wb.rates.__file__).parent / "shipped" / "drift.json"
 KINDS, ROUNDS = ("model", "loop"), ("coarse", "fine")
 #: Rates that a round of a pilot estimates.
 FOUND = ("best_rate", "useful_edge")
-#: Sets of features of `workbench.rates.drift.features` to try, in this order.
+#: Sets of features of `workbench.rates.find_rate.features` to try, in this order.
 TRIED = tuple(("constant", "growth", "decays", "width")[:n] for n in (1, 2, 3, 4))
 #: Fractions of the designs of other families that lie below and above the interval.
 TAILS = (0.1, 0.9)
@@ -173,7 +173,7 @@ def shipped_features() -> dict[str, tuple[str, ...]]:
 
 
 def drift_of(of_fit: pd.DataFrame, names: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """Return the content of the file that `workbench.rates.drift` reads, for features by kind of pilot."""
+    """Return the content of the file that `workbench.rates.find_rate` reads, for features by kind of pilot."""
     found: dict[str, Any] = {"longest": int(of_fit["horizon"].max())}
     for (kind, which), rows in of_fit[of_fit["round"] != ""].groupby(["kind", "round"]):
         growth = float((rows["horizon"] / rows["updates"]).max())

@@ -30,7 +30,7 @@ from rate_designs import designs
 
 import workbench as wb
 from workbench.io.atomic import replacing
-from workbench.rates.drift import SOURCES
+from workbench.rates.find_rate import SOURCES
 from workbench.rates.outcomes import design_key
 from workbench.risk.edge_model import EDGES, groups_of, in_enough_families
 from workbench.risk.edge_regression import Edges, Floats, best_penalty, fit_edges, log_likelihood

@@ -36,9 +36,8 @@ from torch import nn
 
 import workbench as wb
 from workbench.assessment.failure_modes import HealthyBand, band_of, evaluate_criteria
-from workbench.assessment.failure_modes.pilot_criteria import RATE, SLOW_RATE
+from workbench.assessment.failure_modes.criteria import RATE, SLOW_RATE, STRUCTURE
 from workbench.assessment.failure_modes.size_ranges import Sizes
-from workbench.assessment.failure_modes.structure_criteria import STRUCTURE
 from workbench.assessment.measured_model import PROXY_WIDTH, measured_model, planned_task, with_few_patches
 from workbench.assessment.plan_trials import try_plan
 from workbench.assessment.rate_pilot import rate_pilot

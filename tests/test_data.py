@@ -118,7 +118,7 @@ def test_the_first_steps_of_a_rerun_are_the_recorded_ones(make_runs, tmp_path, n
 
 @pytest.mark.parametrize(("table", "name"), [("norms", "Post-LN"), ("architectures", "MoE top-1")])
 def test_a_row_at_initialization_is_the_recorded_one(make_runs, table, name, one_thread):
-    recorded = wb.samples.initialization(table).sel(architecture=name, source="ours")
+    recorded = wb.samples.open(f"initialization/{table}").sel(architecture=name, source="ours")
     seed = int(recorded["seed"][0])
     rerun = wb.compare({name: make_runs.initial_spectra(name, table, seed)}).sel(architecture=name, source="ours")
     for measure in ("near_unit_mass", "contractive_mass", "nonlinearity_ratio"):

@@ -20,8 +20,8 @@ from workbench.option_checks import checked, one_of
 from workbench.plots import outcome_colors, style
 from workbench.plots.figure_files import picture_of
 from workbench.rates.find_rate import FoundRates
+from workbench.risk.edge_model import shipped
 from workbench.risk.risk import Risk, over_rates, predict
-from workbench.risk.shipped_model import shipped
 from workbench.schema.statuses import CriterionState
 from workbench.widgets import headline
 from workbench.widgets.base import known

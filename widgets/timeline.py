@@ -20,7 +20,7 @@ from workbench.plots.timeline_events import TimelineEvent, alarms_of, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, sentence_alone, timeline
 from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
-from workbench.studies.lines import Quantiles
+from workbench.studies.signals import Quantiles
 from workbench.widgets.base import WorkbenchWidget
 from workbench.widgets.export import ExportBar
 from workbench.widgets.files import KINDS, export_runs

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.third_party.families import BY_NAME, VOCABULARY
 from workbench.errors import WorkbenchError
-from workbench.scaling.resizing import is_count
+from workbench.scaling.design_sources import is_count
 from workbench.scaling.transformers_source import TransformersSource
 
 WIDTH, DEPTH, N_EXPERTS, IMAGE_SIZE, PATCH_SIZE = 32, 2, 4, 32, 8

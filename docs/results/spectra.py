@@ -71,7 +71,7 @@ def weights():
 
 def _initialization(table, variables):
     """Means over the seeds, with the published figures in brackets."""
-    ours = wb.samples.initialization(table).sel(source="ours").mean("seed")
+    ours = wb.samples.open(f"initialization/{table}").sel(source="ours").mean("seed")
     published = wb.published.architectures().reindex(architecture=ours["published_as"].values)
     columns = {NAMES[each]: list(map(_beside, ours[each].values, published[each].values)) for each in variables}
     return pd.DataFrame({"architecture": ours["architecture"].values, **columns})

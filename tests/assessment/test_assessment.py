@@ -13,7 +13,7 @@ from tests.about import about, says
 from workbench.assessment.assess import conclude
 from workbench.assessment.design_comparison import dominated
 from workbench.assessment.failure_modes import reference
-from workbench.assessment.plan_changes import possible_changes
+from workbench.assessment.plan_trials import possible_changes
 from workbench.assessment.rate_pilot import rate_pilot
 from workbench.assessment.structure import WIDTH_ERRORS
 from workbench.errors import CheckpointError, OptionError

@@ -8,8 +8,7 @@ import torch
 
 import workbench as wb
 from tests.about import says
-from workbench.assessment.plan_changes import possible_changes, try_changes
-from workbench.assessment.plan_trials import try_plan
+from workbench.assessment.plan_trials import possible_changes, try_changes, try_plan
 from workbench.errors import OptionError
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 16, "max_length": 8}

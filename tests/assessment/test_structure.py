@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.assessment.standard_start import with_standard_start
-from workbench.assessment.structure import average_structure, gains, measure_structure
+from workbench.assessment.structure import average_structure, gains, measure_structure, with_standard_start
 
 SIZE = {"d_model": 32, "n_heads": 4, "vocab_size": 64, "max_length": 32}
 PLAN = wb.TrainingPlan(100, 1e-3)

@@ -11,7 +11,7 @@ import workbench as wb
 from tests.about import about, says
 from tests.rates.known_runs import KnownRuns
 from workbench.errors import OptionError
-from workbench.rates.drift import Estimate, extrapolated, features, furthest, longest_measured
+from workbench.rates.find_rate import Estimate, extrapolated, features, furthest, longest_measured
 from workbench.rates.rate_search import RateSearch, Round
 from workbench.training.training_plan import TrainingPlan
 

@@ -8,7 +8,7 @@ import torch
 import workbench as wb
 from tests.about import says
 from workbench.errors import OptionError
-from workbench.rates.pilot_runs import LoopRuns, ModelRuns
+from workbench.rates.rate_search import LoopRuns, ModelRuns
 
 NO_LIMITS = [math.inf] * 3
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 8}

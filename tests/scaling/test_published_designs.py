@@ -9,9 +9,9 @@ import workbench as wb
 from tests.about import about, says
 from tests.models.model_families import BY_NAME, FAMILIES
 from workbench.errors import OptionError
-from workbench.scaling.built_sizes import misfit
+from workbench.scaling.design_sources import LARGEST_CHUNK, resized
 from workbench.scaling.designs import design
-from workbench.scaling.resizing import LARGEST_CHUNK, resized
+from workbench.scaling.transformers_source import misfit
 from workbench.scaling.width_matching import matched_width
 
 

@@ -11,7 +11,7 @@ from tests.monitored_runs import HEAD, LAYER, monitored_run
 from tests.plots.conftest import run_of
 from workbench.errors import OptionError, SchemaError
 from workbench.studies import signals
-from workbench.studies.lines import decimate, healthy_band
+from workbench.studies.signals import decimate, healthy_band
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from tests.about import about
 from tests.sweeps.small_sweeps import SIZE, TASK, my_model
 from workbench.errors import AnatomyError, OptionError
 from workbench.schema.sweeps import MEASURES, SETTINGS
-from workbench.sweeps.trial_updates import pilot_rate
+from workbench.sweeps.case_measures import pilot_rate
 from workbench.training.training_plan import TrainingPlan
 
 PLAN = {"n_steps": 20, "learning_rate": 0.01, "warmup": 5}

@@ -11,7 +11,7 @@ from tests.about import about
 from tests.sweeps.small_sweeps import SIZE, TASK, small_grid
 from workbench.errors import OptionError
 from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS
-from workbench.sweeps.one_run import count_spikes, outcome
+from workbench.sweeps.execution import count_spikes, outcome
 
 pytestmark = pytest.mark.medium
 

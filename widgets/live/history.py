@@ -14,7 +14,7 @@ from workbench.io.store import open_run
 from workbench.plots.timeline_account import account_of
 from workbench.plots.timeline_events import TimelineEvent, divergence_of, events_of, fault_spans
 from workbench.plots.timeline_evidence import FARTHEST, LOWEST
-from workbench.studies.checks import checks_of
+from workbench.studies.signals import checks_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,7 +18,7 @@ from workbench.plots.timeline_figure import own_band
 from workbench.plots.timeline_panels import PanelAxis
 from workbench.plots.timeline_words import no_alarms_in_words
 from workbench.studies import signals as sig
-from workbench.studies.lines import SignalBand, decimate, healthy_band
+from workbench.studies.signals import SignalBand, decimate, healthy_band
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.latest_state import script as live_script
 from workbench.widgets.timeline_parts.packing import DASHES, Buffers, described, marked, selected

@@ -19,11 +19,9 @@ from workbench.assessment.decisions import decide
 from workbench.assessment.failure_modes import evaluate_criteria
 from workbench.assessment.failure_modes.size_ranges import Sizes
 from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task, require_loss
-from workbench.assessment.plan_changes import possible_changes, try_changes
-from workbench.assessment.plan_trials import N_TRIALS, N_UPDATES, try_plan
+from workbench.assessment.plan_trials import N_TRIALS, N_UPDATES, possible_changes, try_changes, try_plan
 from workbench.assessment.rate_pilot import BUDGET, rate_pilot
-from workbench.assessment.standard_start import with_standard_start
-from workbench.assessment.structure import measure_structure
+from workbench.assessment.structure import measure_structure, with_standard_start
 from workbench.assessment.verdict import column_state, summary_of, verdict_of
 from workbench.errors import AnatomyError
 from workbench.hardware import assess_hardware, read_plan

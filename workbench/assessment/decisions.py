@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assessment.failure_modes.pilot_criteria import BROKEN_TRIALS, RATE, SLOW_RATE
+from workbench.assessment.failure_modes.criteria import BROKEN_TRIALS, RATE, SLOW_RATE
 from workbench.assessment.failure_modes.size_ranges import Sizes
-from workbench.assessment.standard_start import WORDS
+from workbench.assessment.structure import WORDS
 from workbench.assessment.verdict import COLUMNS, FIRST_STEP, verdict_of
 from workbench.formatting import short
 from workbench.schema.statuses import BAD_STATES, DecisionKind, Verdict

@@ -1,15 +1,16 @@
-"""Trials of the first updates of a plan on copies of a model: whether and when they diverge."""
+"""Trials of the first updates of a plan on copies of a model, and of changes to a plan whose trials diverged."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from workbench.callbacks.kss import KSS
 from workbench.callbacks.train import train
 from workbench.errors import OptionError
 from workbench.models.calling import call_model, on_device_of
@@ -17,13 +18,11 @@ from workbench.models.losses import prediction_of, token_loss
 from workbench.models.probing import undisturbed
 from workbench.tasks import as_task
 from workbench.tasks.later_batches import LaterBatches
-from workbench.training.training_plan import TrainingPlan
+from workbench.training.training_plan import DEFAULT_RATE, TrainingPlan
 
 if TYPE_CHECKING:
     import xarray as xr
     from torch import Tensor, nn
-
-    from workbench.callbacks.kss import KSS
 
 #: Updates of one trial, and number of trials. Half of the recorded diverging runs diverge within 10 updates, and 95 %
 #: within 49.
@@ -121,3 +120,94 @@ def _first_loss(model: nn.Module, task: Any, loss: Callable[[Tensor, Tensor], Te
     with undisturbed(model):
         found = float(loss(prediction_of(call_model(model, inputs)), targets))
     return found if math.isfinite(found) else 0.0
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change to a plan.
+
+    Attributes:
+        setting: The changed setting.
+        current, proposed: Its current and its proposed value, as text.
+        plan: The plan with the change.
+        kss: Whether KSS is turned on.
+    """
+
+    setting: str
+    current: str
+    proposed: str
+    plan: TrainingPlan
+    kss: bool = False
+
+
+def possible_changes(plan: TrainingPlan, best_rate: float) -> list[Change]:
+    """Return the single changes to try for a plan whose trials diverged, the one that slows training least first.
+
+    Args:
+        plan: The plan of the trials.
+        best_rate: Best learning rate of the pilot; NaN if it found none; a quarter of the plan's is tried then.
+    """
+    rate = DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate
+    lower = min(best_rate, rate / 1.5) if math.isfinite(best_rate) and best_rate > 0 else rate / 4
+    lower = float(f"{lower:.2g}")
+    changes = []
+    if plan.clip_norm is None:
+        changes.append(Change("clip_norm", "none", "1", replace(plan, clip_norm=1.0)))
+    longer = max(2 * plan.warmup, 100)
+    changes.append(Change("warmup", str(plan.warmup), str(longer), replace(plan, warmup=longer)))
+    changes.append(Change("kss", "off", "KSS.recommended()", plan, kss=True))
+    changes.append(Change("learning_rate", f"{rate:g}", f"{lower:g}", replace(plan, learning_rate=lower)))
+    return changes
+
+
+def try_changes(
+    model: nn.Module,
+    task: Any,
+    changes: list[Change],
+    *,
+    n_updates: int,
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    report: Callable[[str], None] | None = None,
+) -> xr.Dataset:
+    """Run trials of each change.
+
+    Args:
+        model: The model, which is not changed.
+        task: As in `try_plan`.
+        changes: Changes from `possible_changes`.
+        n_updates: Updates of each trial.
+        loss: As in `try_plan`.
+        report: Function that receives a short text before each change; an exception that it raises ends the trials.
+
+    Returns:
+        Dataset with dim ``change``: ``setting``, ``current``, ``proposed``, ``n_trials``, ``n_broken`` (number of
+        trials that diverged), ``first_loss``, ``last_loss`` (mean over the trials that did not diverge; NaN if all did)
+        and ``largest_grad_norm``.
+    """
+    import xarray as xr
+
+    rows = []
+    for change in changes:
+        if report is not None:
+            report(f"{change.setting} {change.current} → {change.proposed}")
+        tried = try_plan(
+            model,
+            task,
+            change.plan,
+            n_updates=n_updates,
+            n_trials=N_TRIALS,
+            loss=loss,
+            kss=KSS.recommended if change.kss else None,
+        )
+        rows.append((change.setting, change.current, change.proposed, *_outcome(tried)))
+    names = ("setting", "current", "proposed", "n_trials", "n_broken", "first_loss", "last_loss", "largest_grad_norm")
+    columns = [np.array(column) for column in zip(*rows, strict=True)] if rows else [np.array([])] * len(names)
+    return xr.Dataset({name: ("change", column) for name, column in zip(names, columns, strict=True)})
+
+
+def _outcome(tried: xr.Dataset) -> tuple[int, int, float, float, float]:
+    has_diverged = tried["has_diverged"].values
+    kept = tried["loss"].values[~has_diverged]
+    last = float(kept[:, -min(10, kept.shape[1]) :].mean()) if len(kept) else math.nan
+    largest = float(np.nanmax(tried["grad_norm"].values)) if np.isfinite(tried["grad_norm"].values).any() else math.nan
+    return len(has_diverged), int(has_diverged.sum()), float(np.nanmean(tried["loss"].values[:, 0])), last, largest

@@ -13,8 +13,7 @@ import torch
 
 from workbench.errors import OptionError
 from workbench.models.losses import token_loss
-from workbench.rates.drift import extrapolated, furthest
-from workbench.rates.find_rate import FoundRates, find_rate, with_estimates
+from workbench.rates.find_rate import FoundRates, extrapolated, find_rate, furthest, with_estimates
 from workbench.tasks import as_task
 from workbench.training.training_plan import DEFAULT_RATE, TrainingPlan
 

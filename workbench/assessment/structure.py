@@ -1,13 +1,17 @@
-"""Structure of a design at initialization: measurements that do not depend on the scale of the residual stream."""
+"""Structure of a design at initialization, independent of the scale of its states, and a standard initialization."""
 
 from __future__ import annotations
 
+import copy
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from workbench.errors import AnatomyError, SnapshotError, WorkbenchError
 from workbench.flow.block_chain import chain_sizes
@@ -17,7 +21,7 @@ from workbench.flow.norm_eps import eps_fractions
 from workbench.models.calling import on_device_of
 from workbench.models.config_options import config_options
 from workbench.models.losses import token_loss
-from workbench.sweeps.trial_updates import first_update
+from workbench.sweeps.case_measures import first_update
 from workbench.training.training_plan import NO_OPTIONS
 
 if TYPE_CHECKING:
@@ -262,3 +266,40 @@ def _mean(values: np.ndarray, is_log: bool) -> tuple[float, float]:
         error = float(np.std(scaled, ddof=1) / math.sqrt(len(scaled))) if len(scaled) > 1 else 0.0
     error = error if math.isfinite(error) else 0.0
     return (math.exp(min(mean, 700.0)) if mean != math.inf else math.inf) if is_log else mean, error
+
+
+#: Last part of the names of modules that write into the residual stream.
+WRITES = re.compile(r"(^|_)(o_proj|down_proj|c_proj|dense_4h_to_h|out_proj|fc2|fc_out|wo|w2|out|down|output)$")
+#: Standard deviation of embeddings.
+EMBEDDING_STD = 0.02
+#: The change as a clause.
+WORDS = (
+    "initialize matrices with standard deviation 1 / sqrt(fan-in), divided by sqrt(2 x blocks) for those that write "
+    "into the residual stream, and embeddings with 0.02"
+)
+
+
+def with_standard_start(model: nn.Module, n_blocks: int, *, seed: int = 0) -> nn.Module:
+    """Return a copy of a model whose matrices are redrawn from normal distributions that preserve signal norms.
+
+    Biases, gains of normalizations, convolution kernels and other parameters are unchanged.
+
+    Args:
+        model: The model, which is not changed.
+        n_blocks: Number of residual blocks of the model.
+        seed: Seed of the draws; the global random state is not changed.
+    """
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            is_transposed = type(module).__name__ == "Conv1D"  # transformers' name for a linear map
+            if not (isinstance(module, nn.Embedding | nn.Linear) or is_transposed):
+                continue
+            weight: Tensor = module.get_parameter("weight")
+            std = EMBEDDING_STD
+            if not isinstance(module, nn.Embedding):
+                writes = WRITES.search(name.rsplit(".", 1)[-1])
+                std = 1 / math.sqrt(weight.shape[0 if is_transposed else 1] * (2 * n_blocks if writes else 1))
+            weight.copy_(torch.empty(weight.shape).normal_(0, std, generator=generator).to(weight))
+    return model

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.assessment.failure_modes.criteria import (
+    BETWEEN_BLOCKS,
+    BROKEN_TRIALS,
+    LIMIT,
+    PILOT,
+    RATE,
+    SLOW_RATE,
+    STRUCTURE,
+)
 from workbench.assessment.failure_modes.criteria_table import LEAST_CONFIDENCE
-from workbench.assessment.failure_modes.pilot_criteria import BROKEN_TRIALS, LIMIT, PILOT, RATE, SLOW_RATE
-from workbench.assessment.failure_modes.structure_criteria import BETWEEN_BLOCKS, STRUCTURE
 from workbench.formatting import clause, fine_percent, listed, rounded, short
 from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
 

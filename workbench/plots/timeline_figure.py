@@ -23,7 +23,7 @@ from workbench.plots.timeline_panels import RunEvents, SignalPanel
 from workbench.plots.timeline_words import EVIDENCE_TITLE, accounts, landmarks, lead_in_words, marks_in_words
 from workbench.plots.traces_figure import Trace, with_unit
 from workbench.studies import signals as sig
-from workbench.studies.lines import Quantiles, SignalBand, decimate, healthy_band
+from workbench.studies.signals import Quantiles, SignalBand, decimate, healthy_band
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

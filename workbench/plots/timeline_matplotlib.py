@@ -17,7 +17,7 @@ from workbench.formatting import capitalized, clipped
 from workbench.plots import style
 from workbench.plots.timeline_evidence import ALARM
 from workbench.plots.timeline_words import EVIDENCE_TITLE, accounts, landmarks, lead_in_words, marks_in_words
-from workbench.studies.lines import decimate
+from workbench.studies.signals import decimate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -22,8 +22,7 @@ from workbench.plots.timeline_events import (
 from workbench.plots.timeline_evidence import EvidencePanel
 from workbench.plots.traces_figure import _WIDE as WIDE
 from workbench.plots.traces_figure import BOUNDED, UNBOUNDED, Trace, TracesPanel
-from workbench.studies.checks import Check, checks_of
-from workbench.studies.lines import SignalBand
+from workbench.studies.signals import Check, SignalBand, checks_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,13 +15,12 @@ See Also:
 from __future__ import annotations
 
 from workbench.option_checks import publish
-from workbench.risk.edge_model import EdgeModel, fit, load
+from workbench.risk.edge_model import EdgeModel, fit, load, shipped
 from workbench.risk.edge_regression import Edges
 from workbench.risk.features import FEATURES, feature_table
 from workbench.risk.predictors import predictor_scores
 from workbench.risk.risk import Probability, Risk, over_rates, predict
 from workbench.risk.scores import auroc, calibration_error, reliability
-from workbench.risk.shipped_model import shipped
 
 __all__ = [
     "FEATURES",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from workbench.risk.scores import resamples
 
 if TYPE_CHECKING:
     import xarray as xr
+
 
 _FILE = FileKind("a risk model", "pass a file from EdgeModel.save()")
 #: Edge -> outcome of the rates beyond it, and whether these are the larger rates.
@@ -433,3 +435,25 @@ def _ranges(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, floa
 
 def _range(values: np.ndarray) -> tuple[float, float]:
     return float(values.min()), float(values.max())
+
+
+_SHIPPED = Path(__file__).parent / "shipped" / "edges.json"
+
+
+@cache
+def shipped() -> EdgeModel:
+    """Return the risk model that ships with the workbench.
+
+    Raises:
+        StoreError: If its file is missing.
+
+    Example:
+        >>> import workbench as wb
+        >>> wb.risk.shipped().about["n_families"] > 10
+        True
+
+    See Also:
+        `workbench.risk.predict`: Uses it by default.
+        `workbench.risk.fit`: Fits another model.
+    """
+    return load(_SHIPPED)

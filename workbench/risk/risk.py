@@ -11,11 +11,9 @@ import numpy as np
 
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import counted, percent, rounded
-from workbench.rates.drift import Estimate
-from workbench.rates.find_rate import FoundRates
-from workbench.risk.edge_model import EDGES, MAX_PROBABILITY, EdgeModel
+from workbench.rates.find_rate import Estimate, FoundRates
+from workbench.risk.edge_model import EDGES, MAX_PROBABILITY, EdgeModel, shipped
 from workbench.risk.features import RATE, as_cases, column
-from workbench.risk.shipped_model import shipped
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -16,8 +16,7 @@ See Also:
 
 from workbench.option_checks import publish
 from workbench.sweeps.case_measures import measure_case
-from workbench.sweeps.execution import run
-from workbench.sweeps.one_run import make_run
+from workbench.sweeps.execution import make_run, run
 from workbench.sweeps.planned_runs import replan
 from workbench.sweeps.run_settings import TASKS, RunSettings, grid
 from workbench.sweeps.sweep_store import SweepStore, join

@@ -1,8 +1,7 @@
 """Failure modes of training: their measured criteria, healthy bands, and the confidence of each state."""
 
-from workbench.assessment.failure_modes.criteria_table import CRITERIA, evaluate_criteria
+from workbench.assessment.failure_modes.criteria_table import CRITERIA, FAILURE_MODES, FailureMode, evaluate_criteria
 from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, evaluate
-from workbench.assessment.failure_modes.modes import FAILURE_MODES, FailureMode
 from workbench.assessment.failure_modes.reference import band_of, healthy_bands
 
 __all__ = [

@@ -10,16 +10,55 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.assessment.failure_modes.criteria import PILOT, STRUCTURE
 from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, evaluate
-from workbench.assessment.failure_modes.modes import FAILURE_MODES
-from workbench.assessment.failure_modes.pilot_criteria import PILOT
 from workbench.assessment.failure_modes.reference import healthy_bands
 from workbench.assessment.failure_modes.size_ranges import Sizes
-from workbench.assessment.failure_modes.structure_criteria import STRUCTURE
 from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     import xarray as xr
+
+
+@dataclass(frozen=True)
+class FailureMode:
+    """A way in which training fails.
+
+    Attributes:
+        title: Title shown to the user.
+        meaning: Description in one clause.
+    """
+
+    title: str
+    meaning: str
+
+
+#: Those of the structural catalog (SORT, ai.22) first, in its order, then those of a plan and its hardware.
+FAILURE_MODES: dict[str, FailureMode] = {
+    "gradient_flow_collapse": FailureMode(
+        "Gradient flow collapse", "gradients vanish or explode through the depth of the model"
+    ),
+    "attention_degeneracy": FailureMode(
+        "Attention degeneracy",
+        "heads attend to a single token, attention logits grow without bound, or all tokens become alike",
+    ),
+    "routing_oscillation": FailureMode(
+        "Routing oscillation", "tokens keep switching experts, or a few experts receive almost all tokens"
+    ),
+    "scale_dependent_divergence": FailureMode(
+        "Scale-dependent divergence", "a plan that works at a small size diverges at the target size"
+    ),
+    "initialization_out_of_band": FailureMode(
+        "Initialization out of band", "the initialized model lies outside the range of healthy models"
+    ),
+    "precision_headroom": FailureMode(
+        "Precision headroom", "number formats, accumulation or reduction lose precision that the updates need"
+    ),
+    "unsuitable_rate": FailureMode(
+        "Unsuitable learning rate", "the planned rate is too small or too large to learn well, or makes trials diverge"
+    ),
+}
+
 
 CRITERIA: tuple[Criterion, ...] = (*STRUCTURE, *PILOT)
 #: A state with less confidence than this does not determine the state of its failure mode.
