@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 import torch
 import xarray as xr
+from fitting import fit_attributor, save_attributor
 from judged_run import JudgedRun, family_of, is_healthy
 from record_warnings import loaded
 from warning_cases import KINDS
 
 import workbench as wb
 from workbench.callbacks import alarms as room
-from workbench.callbacks.alarms import Attributor, Calibration, calibrate
+from workbench.callbacks.alarms import Calibration, calibrate
 from workbench.callbacks.recorder.options import CADENCE, is_due
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
@@ -95,7 +96,7 @@ def attribute(processes: int) -> None:
         by_setup.setdefault(run["setup"], []).append(run)
     found = in_processes(scores_at_first_alarms, list(by_setup.values()), processes)
     examples = [example for of_setup, _ in found for example in of_setup]
-    Attributor.fit(examples, penalty=PENALTY).save(SHIPPED / "attribution.json", overwrite=True)
+    save_attributor(fit_attributor(examples, penalty=PENALTY), SHIPPED / "attribution.json")
     print(f"fitted to the first alarms of {len(examples)} faults; probes or settings show the others first")
 
 

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import xarray as xr
 from failure_cases import LOST, SPIKE, answer, cases, is_healthy
+from fitting import fit_rules, save_rules, smallest_in_sets
 
 import workbench as wb
 from workbench import diagnosis
@@ -40,7 +41,7 @@ from workbench.diagnosis import CAUSES, Rules, block_at_fault, find_failure, rea
 from workbench.diagnosis.causes import UNKNOWN
 from workbench.diagnosis.experiment_runs import Replay
 from workbench.diagnosis.experiments import propose
-from workbench.diagnosis.ranking import REPLAYED, VIEWS, smallest_in_sets
+from workbench.diagnosis.ranking import REPLAYED, VIEWS
 from workbench.errors import WorkbenchError
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
@@ -224,7 +225,7 @@ def replay_all(work: Path, processes: int) -> None:
     """Replay every run, including healthy ones, with the changes for the most likely causes by mechanism."""
     known = [*read("fit", work), *read("choose", work)]
     ranked = [(run, rules.probabilities(run.strengths["mechanism"])) for run, rules in without_family(known, PENALTY)]
-    rules = Rules.fit(examples(known), penalty=PENALTY)
+    rules = fit_rules(examples(known), penalty=PENALTY)
     ranked += [(run, rules.probabilities(run.strengths["mechanism"])) for run in read("locked", work)]
     for name in SETS:
         todo = []
@@ -275,7 +276,7 @@ def examples(runs: list[Run]) -> list[tuple[dict[str, float], tuple[str, ...]]]:
 def without_family(runs: list[Run], penalty: float) -> Iterator[tuple[Run, Rules]]:
     """Yield every run with rules fitted without its family."""
     for family in sorted({run.family for run in runs}):
-        rules = Rules.fit(examples([run for run in runs if run.family != family]), penalty=penalty)
+        rules = fit_rules(examples([run for run in runs if run.family != family]), penalty=penalty)
         yield from ((run, rules) for run in runs if run.family == family)
 
 
@@ -284,7 +285,7 @@ def fit(work: Path) -> None:
     parts = {name: read(name, work) for name in ("fit", "choose")}
     found = {}
     for penalty in PENALTIES:
-        rules = Rules.fit(examples(parts["fit"]), penalty=penalty)
+        rules = fit_rules(examples(parts["fit"]), penalty=penalty)
         log = [
             -math.log(max(rules.probabilities(strengths)[cause], 1e-9))
             for strengths, causes in examples(parts["choose"])
@@ -295,7 +296,7 @@ def fit(work: Path) -> None:
     runs = [*parts["fit"], *parts["choose"]]
     n_healthy = sum(run.causes == ("nothing",) for run in runs)
     about = f"{len(runs) - n_healthy} failed and {n_healthy} healthy runs of small models, data/make_failures.py"
-    rules = replace(Rules.fit(examples(runs), penalty=PENALTY, about=about), answers=shares(runs, work))
+    rules = replace(fit_rules(examples(runs), penalty=PENALTY, about=about), answers=shares(runs, work))
     scores: dict[str, dict[str, list[float]]] = {view: {cause: [] for cause in CAUSES} for view in (*VIEWS, REPLAYED)}
     for run, others in without_family(runs, PENALTY):
         for view, strengths in run.strengths.items():
@@ -307,7 +308,7 @@ def fit(work: Path) -> None:
             scores[REPLAYED][cause].append(after[cause])
     least = {view: np.array([smallest_in_sets(of[cause]) for cause in rules.causes]) for view, of in scores.items()}
     SHIPPED.mkdir(exist_ok=True)
-    replace(rules, least=least).save(SHIPPED / "rules.json", overwrite=True)
+    save_rules(replace(rules, least=least), SHIPPED / "rules.json")
     print(about, flush=True)
 
 
@@ -468,7 +469,7 @@ def settings_alone(runs: list[Run]) -> Iterator[tuple[Case, dict[str, float]]]:
         return {name: value for name, value in run.strengths["store"].items() if name not in run.strengths["mechanism"]}
 
     for which, known in (("locked", ("fit", "choose")), ("choose", ("fit",)), ("fit", ("choose",))):
-        rules = Rules.fit([(only(run), run.causes) for run in runs if run.set in known], penalty=PENALTY)
+        rules = fit_rules([(only(run), run.causes) for run in runs if run.set in known], penalty=PENALTY)
         yield from ((run.case, rules.probabilities(only(run))) for run in runs if run.set == which)
 
 
@@ -516,7 +517,7 @@ def judge_unknown() -> None:
     for left_out in ("", *(cause for cause in CAUSES if cause != "nothing")):
         for family in ("", *np.unique(families[known])):
             chosen = [i for i in known if left_out not in causes[i] and families[i] != family]
-            rules = Rules.fit([(one, causes[i]) for i in chosen for one in strengths[i].values()], penalty=PENALTY)
+            rules = fit_rules([(one, causes[i]) for i in chosen for one in strengths[i].values()], penalty=PENALTY)
             for i in np.flatnonzero(families == family if family else sets == "locked"):
                 if not left_out or causes[i] == (left_out,):
                     for view, one in strengths[i].items():

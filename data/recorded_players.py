@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
+from fitting import fit_rules
 
 from workbench.course.patients import Patient
 from workbench.course.scoreboard import Player
 from workbench.diagnosis import CAUSES, Rules, find_failure, read_record, read_symptoms
 from workbench.diagnosis.diagnose import diagnose
 from workbench.schema.statuses import SymptomKind
-from workbench.studies.samples import failures
+from workbench.studies import samples
 
 #: Probability of a cause from which on `with_diagnose` takes no further measurement.
 _SURE = 0.8
@@ -51,7 +52,7 @@ def settings_alone() -> Player:
 
     Its rules are fitted like those of `workbench.diagnose`, to the same runs, without any measured quantity.
     """
-    table = failures()
+    table = samples.open("failures")
     table = table.isel(run=np.isin(table["set"].values, _KNOWN))
     causes, fitted = table["ranked_cause"].values, dict[tuple[str, ...], Rules]()
 
@@ -59,7 +60,7 @@ def settings_alone() -> Player:
         strengths = table["strength"].sel(symptom=list(names)).values
         rows = [{n: float(v) for n, v in zip(names, row, strict=True) if np.isfinite(v)} for row in strengths]
         true = [tuple(map(str, causes[is_cause])) for is_cause in table["is_cause"].values]
-        return Rules.fit(zip(rows, true, strict=True), penalty=_PENALTY)
+        return fit_rules(zip(rows, true, strict=True), penalty=_PENALTY)
 
     def play(patient: Patient) -> tuple[str, str | None]:
         _take(patient, ("loss", "log", "settings"))
@@ -80,7 +81,7 @@ def most_frequent(patient: Patient) -> tuple[str, str | None]:
         patient: The case; nothing is measured.
     """
     del patient
-    table = failures()
+    table = samples.open("failures")
     is_cause = table["is_cause"].values[np.isin(table["set"].values, _KNOWN)]
     n_runs = dict(zip(map(str, table["ranked_cause"].values), is_cause.sum(axis=0), strict=True))
     return _with_cure(max((cause for cause in n_runs if cause != "nothing"), key=lambda cause: n_runs[cause]))

@@ -5,18 +5,20 @@ import pytest
 import xarray as xr
 
 from tests.about import about, says
-from workbench.callbacks.alarms import WATCHED, Alarms, Attributor, observations
+from tests.data_scripts import load_script
+from workbench.callbacks.alarms import WATCHED, Alarms, observations
 from workbench.callbacks.alarms.replaying import lead_time, replay
 from workbench.callbacks.recorder import Observation
 from workbench.errors import OptionError, SchemaError
 
+fit_attributor = load_script("fitting").fit_attributor
 TERMS = np.array(["D2", "D3", "dWq", "dWk", "W"])
 
 
 @pytest.fixture
 def attributor():
     rank, ratio = {"effective_rank D2": 2.0}, {"update_ratio": 2.0}
-    return Attributor.fit([(rank, "low_precision_attention"), (ratio, "large_rate")] * 5)
+    return fit_attributor([(rank, "low_precision_attention"), (ratio, "large_rate")] * 5)
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def test_the_onset_and_the_cause_are_known_at_the_alarm(alarms):
 
 def test_the_cause_follows_from_the_first_alarm_of_a_change(attributor):
     """Consequences, here of the loss, would point to another cause."""
-    attributor = Attributor.fit([({"effective_rank D2": 2.0}, "low_precision_attention"), ({"loss": 2.0}, "other")] * 5)
+    attributor = fit_attributor([({"effective_rank D2": 2.0}, "low_precision_attention"), ({"loss": 2.0}, "other")] * 5)
     alarms, causes = Alarms(attributor=attributor), {}
     for observation in measurements(broken=500, loss_from=530):
         for alarm in alarms.observe(observation):

@@ -7,6 +7,7 @@ import xarray as xr
 
 import workbench as wb
 from tests.about import about, says
+from tests.data_scripts import load_script
 from workbench.diagnosis import CAUSES, Rules
 from workbench.diagnosis.diagnose import diagnose
 from workbench.diagnosis.experiment_runs import run_experiment
@@ -251,7 +252,7 @@ def test_impossible_experiments_are_rejected(store, tree, tmp_path):
     causes = tuple(tree["experiments"]["cause"].values.tolist())
     with pytest.raises(OptionError, check=about("experiment", "weather", causes)):
         run_experiment(tree, "weather", model=model, task=task)
-    few = Rules.fit([({"abrupt": 1.0}, "data"), ({"abrupt": 0.0}, "batch")])
+    few = load_script("fitting").fit_rules([({"abrupt": 1.0}, "data"), ({"abrupt": 0.0}, "batch")])
     with pytest.raises(OptionError, check=says("The diagnosis was made with other rules than these; pass")):
         run_experiment(tree, "schedule", model=model, task=task, rules=few)
     with pytest.raises(OptionError, check=about("n_steps", 0)):

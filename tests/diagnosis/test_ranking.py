@@ -5,12 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.about import about, says
+from tests.about import about
+from tests.data_scripts import load_script
 from tests.diagnosis.records import descent, monitors, optimizer, record
 from workbench.diagnosis import CAUSES, Rules, find_failure, read_symptoms
-from workbench.diagnosis.ranking import smallest_in_sets, view_of
-from workbench.errors import OptionError, StoreError
+from workbench.diagnosis.ranking import view_of
+from workbench.errors import StoreError
 
+fitting = load_script("fitting")
 SYMPTOMS = ("a", "b", "c")
 
 
@@ -31,7 +33,7 @@ def examples(n=40, seed=0):
 
 
 def test_a_decisive_symptom_decides_and_noise_does_not():
-    rules = Rules.fit(examples())
+    rules = fitting.fit_rules(examples())
     assert next(iter(rules.probabilities({"a": 1.0}))) == "data"
     assert next(iter(rules.probabilities({"a": -1.0}))) == "batch"
     weight = dict(zip(rules.symptoms, np.abs(rules.weight).max(axis=0), strict=True))
@@ -41,7 +43,7 @@ def test_a_decisive_symptom_decides_and_noise_does_not():
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(SYMPTOMS), st.floats(-3, 3)))
 def test_evidence_adds_up_to_the_log_odds(strengths):
-    rules = Rules.fit(examples())
+    rules = fitting.fit_rules(examples())
     probability = rules.probabilities(strengths)
     assert sum(probability.values()) == pytest.approx(1)
     assert list(probability.values()) == sorted(probability.values(), reverse=True)
@@ -51,7 +53,7 @@ def test_evidence_adds_up_to_the_log_odds(strengths):
 
 
 def test_a_missing_symptom_is_no_evidence():
-    rules = Rules.fit(examples())
+    rules = fitting.fit_rules(examples())
     usual = dict(zip(rules.symptoms, rules.usual.tolist(), strict=True))
     assert (rules.evidence({}) == 0).all()
     assert rules.probabilities({"a": 0.7}) == pytest.approx(
@@ -62,7 +64,7 @@ def test_a_missing_symptom_is_no_evidence():
 
 def test_a_run_with_half_of_its_experts_dead_is_not_without_a_fault():
     runs = [({"experts_die": 1.5}, "routing"), ({"experts_die": 0.0}, "nothing")] * 10
-    rules = Rules.fit(runs)
+    rules = fitting.fit_rules(runs)
     assert rules.probabilities({"experts_die": 0.9})["nothing"] > 0
     assert rules.probabilities({"experts_die": 1.0})["nothing"] == 0
     assert rules.probabilities({"experts_die": 2.0})["nothing"] == 0
@@ -70,7 +72,7 @@ def test_a_run_with_half_of_its_experts_dead_is_not_without_a_fault():
 
 def test_a_run_with_two_causes_counts_for_both_of_them():
     both = [({"a": 1.0, "b": 1.0}, ("batch", "data")), *(({"a": 1.0}, "batch"), ({"b": 1.0}, "data")) * 5]
-    probability = Rules.fit(both).probabilities({"a": 1.0, "b": 1.0})
+    probability = fitting.fit_rules(both).probabilities({"a": 1.0, "b": 1.0})
     assert probability["batch"] == pytest.approx(0.5, abs=0.05)
 
 
@@ -80,7 +82,7 @@ def test_sets_have_the_stated_coverage_for_any_scores(n, seed):
     """A new score of the same distribution reaches the threshold with probability 1 - rank / (n + 1), at least 0.9."""
     draw = np.random.default_rng(seed)
     scores = draw.beta(*draw.uniform(0.3, 3, 2), n)
-    least = smallest_in_sets(scores)
+    least = fitting.smallest_in_sets(scores)
     rank = np.sum(scores <= least)
     assert rank <= 0.1 * (n + 1) + 1e-9
     assert rank + 1 > 0.1 * (n + 1) - 1e-9
@@ -89,7 +91,7 @@ def test_sets_have_the_stated_coverage_for_any_scores(n, seed):
 
 
 def test_the_set_contains_causes_above_their_thresholds_and_the_first():
-    rules = Rules.fit(examples())
+    rules = fitting.fit_rules(examples())
     thresholds = {"store": np.array([0.7, 0.2])}
     rules = Rules(rules.causes, rules.symptoms, rules.weight, rules.usual, rules.bias, thresholds)
     assert rules.causes == ("batch", "data")
@@ -102,7 +104,7 @@ def test_the_set_contains_causes_above_their_thresholds_and_the_first():
 
 
 def test_a_replay_updates_by_bayes_and_is_most_informative_if_answers_differ():
-    rules = Rules.fit(examples())
+    rules = fitting.fit_rules(examples())
     answers = np.array([[0.8, 0.4], [0.5, 0.5]])
     rules = Rules(rules.causes, rules.symptoms, rules.weight, rules.usual, rules.bias, answers=answers)
     before = {"batch": 0.5, "data": 0.5}
@@ -118,7 +120,7 @@ def test_a_replay_updates_by_bayes_and_is_most_informative_if_answers_differ():
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(SYMPTOMS), st.floats(-3, 3)), st.floats(-2, 3))
 def test_another_cause_is_first_where_no_cause_has_more_evidence(strengths, log_odds):
-    rules = Rules.fit(examples())
+    rules = fitting.fit_rules(examples())
     without = rules.probabilities(strengths)
     rules = replace(rules, unknown={"log": log_odds})
     assert rules.probabilities(strengths) == rules.probabilities(strengths, "curves") == without
@@ -143,7 +145,7 @@ def test_a_replay_keeps_another_cause_possible():
 
 def test_routing_is_excluded_without_routers():
     mixed = [({"a": 1.0, "has_routers": 1.0}, "routing"), ({"a": -1.0, "has_routers": 0.0}, "data")] * 10
-    rules = Rules.fit(mixed)
+    rules = fitting.fit_rules(mixed)
     dense = rules.probabilities({"a": 1.0, "has_routers": 0.0})
     assert dense == {"data": 1.0, "routing": 0.0}
     assert rules.set_of(dense, "store") == ("data",)
@@ -151,7 +153,7 @@ def test_routing_is_excluded_without_routers():
 
 
 def test_a_diverged_run_is_never_healthy():
-    rules = Rules.fit([({"a": 1.0}, "nothing"), ({"a": -1.0}, "data")] * 10)
+    rules = fitting.fit_rules([({"a": 1.0}, "nothing"), ({"a": -1.0}, "data")] * 10)
     assert rules.probabilities({"a": 1.0})["nothing"] > 0.5
     assert rules.probabilities({"a": 1.0, "diverges": 1.0})["nothing"] == 0
 
@@ -172,11 +174,12 @@ def test_the_view_follows_from_the_record():
 
 
 def test_saved_rules_are_read_back(tmp_path):
-    rules = Rules.fit(examples(), about="synthetic")
+    rules = fitting.fit_rules(examples(), about="synthetic")
     least, answers = {"log": np.array([0.25, 0.5])}, np.array([[0.75, 0.25], [0.5, 0.5]])
     given = (rules.causes, rules.symptoms, rules.weight, rules.usual, rules.bias, least, answers, rules.about)
     rules = Rules(*given, {"log": 1.2})
-    opened = Rules.open(rules.save(tmp_path / "rules.json"))
+    fitting.save_rules(rules, tmp_path / "rules.json")
+    opened = Rules.open(tmp_path / "rules.json")
     assert opened.about == "synthetic"
     assert opened.probabilities({"a": 0.4, "c": 1.0}) == pytest.approx(
         rules.probabilities({"a": 0.4, "c": 1.0}), abs=1e-4
@@ -185,11 +188,6 @@ def test_saved_rules_are_read_back(tmp_path):
     assert (opened.least["log"] < least["log"]).all()  # rounded down, so that no run at the limit is lost
     np.testing.assert_allclose(opened.answers, answers)
     assert opened.unknown == {"log": 1.2}
-
-
-def test_one_cause_is_not_enough():
-    with pytest.raises(OptionError, check=says("causes, expected at least")):
-        Rules.fit([({"a": 1.0}, "data")])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ reached in 90 % of the recorded runs of that cause, under rules fitted without t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.diagnosis.causes import CAUSES, UNKNOWN
-from workbench.errors import OptionError
-from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
 from workbench.schema.statuses import SymptomKind
 
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from workbench.diagnosis.symptoms import Symptom
 
 _SHIPPED = Path(__file__).parent / "shipped" / "rules.json"
-_FILE = FileKind("a file of rules", "pass a file written by Rules.save()")
+_FILE = FileKind("a file of rules", "pass a file of this version")
 #: Fraction of runs of each cause whose set contains the cause.
 COVERAGE = 0.9
 #: View of a record -> its kinds of symptoms, and whether it holds measurements of the model besides the curves. Sets
@@ -93,47 +91,6 @@ class Rules:
     answers: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     about: str = ""
     unknown: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def fit(
-        cls,
-        examples: Iterable[tuple[Mapping[str, float], str | Sequence[str]]],
-        *,
-        penalty: float = 1.0,
-        about: str = "",
-    ) -> Rules:
-        """Fit rules to runs of known cause; the prior of a cause is its frequency among them.
-
-        Args:
-            examples: Strengths of the symptoms of a run by name, and its cause, or several causes that share its
-                weight. A run may be given several times with different subsets of its symptoms.
-            penalty: Coefficient of the squared weights.
-            about: Description of the runs.
-
-        Raises:
-            OptionError: If the examples have fewer than two causes.
-        """
-        from sklearn.linear_model import LogisticRegression
-
-        rows = [(strengths, (of,) if isinstance(of, str) else tuple(of)) for strengths, of in examples]
-        found = {cause for _, of in rows for cause in of}
-        causes = tuple(name for name in CAUSES if name in found)
-        if len(causes) < 2:
-            raise OptionError(
-                f"The examples have {len(causes)} causes, expected at least 2; add runs of another cause."
-            )
-        symptoms = tuple(sorted({name for strengths, _ in rows for name in strengths}))
-        table = np.array([[strengths.get(name, math.nan) for name in symptoms] for strengths, _ in rows])
-        usual = np.nanmean(table, axis=0)
-        centered = np.where(np.isnan(table), 0.0, table - usual)
-        place = [(row, causes.index(cause), 1 / len(of)) for row, (_, of) in enumerate(rows) for cause in of]
-        chosen, labels, example_weights = (np.array(column) for column in zip(*place, strict=True))
-        model = LogisticRegression(C=1 / penalty, max_iter=5000)
-        model.fit(centered[chosen], labels, sample_weight=example_weights)
-        weight, bias = model.coef_, model.intercept_
-        if len(causes) == 2:
-            weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
-        return cls(causes, symptoms, weight - weight.mean(axis=0), usual, bias - bias.mean(), about=about)
 
     def evidence(self, strengths: Mapping[str, float]) -> np.ndarray:
         """Return the contribution of each symptom to the log-odds of each cause, shape (cause, symptom).
@@ -204,25 +161,9 @@ class Rules:
             found[cause] = p * (likelihood if supports else 1 - likelihood)
         return _in_order(found)
 
-    def save(self, path: Path | str, *, overwrite: bool = False) -> Path:
-        """Write the rules as JSON."""
-        content = {
-            "about": self.about,
-            "causes": list(self.causes),
-            "symptoms": {
-                name: {"usual": _short(self.usual[i]), "weight": [_short(v) for v in self.weight[:, i]]}
-                for i, name in enumerate(self.symptoms)
-            },
-            "bias": [_short(value) for value in self.bias],
-            "least": {view: [_short(0.9999 * value) for value in values] for view, values in self.least.items()},
-            "answers": [[_short(value) for value in row] for row in self.answers],
-            "unknown": dict(self.unknown),
-        }
-        return write_json(content, path, overwrite=overwrite)
-
     @classmethod
     def open(cls, path: Path | str) -> Rules:
-        """Read rules from a file that `save` wrote.
+        """Read rules from a file that ``data/fitting.py`` wrote.
 
         Raises:
             StoreError: If the file is missing or holds no rules.
@@ -254,13 +195,6 @@ class Rules:
         return cls.open(_SHIPPED)
 
 
-def smallest_in_sets(scores: Iterable[float]) -> float:
-    """Return the smallest score with which a cause is in a set."""
-    ranked = np.sort(np.array(list(scores), dtype=float))
-    rank = math.floor((1 - COVERAGE) * (len(ranked) + 1) + 1e-9)
-    return float(ranked[rank - 1]) if rank >= 1 else 0.0
-
-
 def _in_order(weights: Mapping[str, float]) -> dict[str, float]:
     """Return weights divided by their sum, in decreasing order."""
     total = math.fsum(weights.values())
@@ -269,7 +203,3 @@ def _in_order(weights: Mapping[str, float]) -> dict[str, float]:
 
 def _entropy(p: float) -> float:
     return -math.fsum(q * math.log2(q) for q in (p, 1 - p) if q > 0)
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.5g}")

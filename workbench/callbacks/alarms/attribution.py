@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,11 @@ from typing import Any
 import numpy as np
 
 from workbench.callbacks.alarms.watched import WATCHED
-from workbench.errors import OptionError
 from workbench.formatting import percent
-from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
-from workbench.option_checks import PositiveFloat
 
 _SHIPPED = Path(__file__).parent / "shipped" / "attribution.json"
-_FILE = FileKind("an attributor", "pass a file written by Attributor.save()")
+_FILE = FileKind("an attributor", "pass a file of this version")
 #: Largest absolute score; larger ones are clipped.
 _CLIP = 3.0
 #: Largest number of signals named as evidence.
@@ -109,36 +106,6 @@ class Attributor:
     weight: np.ndarray
     bias: np.ndarray
 
-    @classmethod
-    def fit(cls, examples: Iterable[tuple[Mapping[str, float], str]], *, penalty: PositiveFloat = 1.0) -> Attributor:
-        """Fit a model to measurements of runs with faults.
-
-        Args:
-            examples: Pairs of scores by name of the signal, as from `workbench.Alarms.features`, and the fault that was
-                active.
-            penalty: Strength of the quadratic penalty of the weights.
-
-        Raises:
-            OptionError: If there are fewer than two faults among the examples.
-        """
-        from sklearn.linear_model import LogisticRegression
-
-        examples = list(examples)
-        causes = sorted({cause for _, cause in examples})
-        if len(causes) < 2:
-            raise OptionError(
-                f"The examples contain {len(causes)} kinds of fault, expected at least 2; add examples of others."
-            )
-        seen = {name for scores, _ in examples for name in scores}
-        features = tuple(watched.name for watched in WATCHED if watched.name in seen)
-        table = np.array([_row(features, scores) for scores, _ in examples])
-        model = LogisticRegression(C=1 / penalty, max_iter=5000, class_weight="balanced")
-        model.fit(table, [cause for _, cause in examples])
-        weight, bias = model.coef_, model.intercept_
-        if len(causes) == 2:
-            weight, bias = np.concatenate([-weight, weight]) / 2, np.concatenate([-bias, bias]) / 2
-        return cls(tuple(map(str, model.classes_)), features, weight, bias)
-
     def attribute(self, scores: Mapping[str, float], *, excluded: Collection[str] = ()) -> Attribution:
         """Return the most probable fault, with the probability of each; ``"unknown"`` if none is likely.
 
@@ -164,19 +131,9 @@ class Attributor:
             tuple(_words(self.features[i], float(row[i])) for i in telling) or ("no signal stands out",),
         )
 
-    def save(self, path: str | Path, *, overwrite: bool = False) -> Path:
-        """Write the attributor to a JSON file."""
-        content = {
-            "causes": list(self.causes),
-            "features": list(self.features),
-            "weight": [[float(f"{value:.5g}") for value in row] for row in self.weight],
-            "bias": [float(f"{value:.5g}") for value in self.bias],
-        }
-        return write_json(content, path, overwrite=overwrite)
-
     @classmethod
     def open(cls, path: str | Path) -> Attributor:
-        """Read a file written by `save`.
+        """Read a file written by ``data/fitting.py``.
 
         Raises:
             StoreError: If the file does not exist or has other content.
