@@ -35,6 +35,7 @@ from workbench.rates.outcomes import design_key
 from workbench.risk.edge_model import EDGES, groups_of, in_enough_families
 from workbench.risk.edge_regression import Edges, Floats, best_penalty, fit_edges, log_likelihood
 from workbench.risk.features import FEATURES, feature_table
+from workbench.risk.scores import auroc
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -274,7 +275,7 @@ def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged:
             row, _ = np.nonzero(is_known)
             label, score = is_failure[is_known] > 0, chance[is_known]
             families = study.rows["family"].to_numpy()[row]
-            area = wb.risk.auroc(score, label, groups=families, n_bootstrap=200)
+            area = auroc(score, label, groups=families, n_bootstrap=200)
             answered = np.isfinite(edges["useful_edge"][is_judged, 0]).mean()
             error = edges["useful_edge"][is_judged, 0] - edge.low[is_judged]
             error = error[np.isfinite(edge.high[is_judged]) & np.isfinite(error)]
@@ -285,7 +286,7 @@ def figures(study: Study, predicted: Mapping[str, dict[str, Floats]], is_judged:
                     "AUROC": area.value,
                     "low": area.low,
                     "high": area.high,
-                    "ECE": wb.risk.calibration_error(score, label),
+                    "ECE": wb.risk.reliability(score, label).attrs["ece"],
                     "no answer": 1 - answered,
                     **{f"edge within {one}": (np.abs(error) <= math.log(one)).mean() for one in FACTORS},
                 }

@@ -37,7 +37,7 @@ from torch import nn
 import workbench as wb
 from workbench.assessment.failure_modes import HealthyBand, band_of, evaluate_criteria
 from workbench.assessment.failure_modes.criteria import RATE, SLOW_RATE, STRUCTURE
-from workbench.assessment.failure_modes.size_ranges import Sizes
+from workbench.assessment.failure_modes.criterion import Sizes
 from workbench.assessment.measured_model import PROXY_WIDTH, measured_model, planned_task, with_few_patches
 from workbench.assessment.plan_trials import try_plan
 from workbench.assessment.rate_pilot import rate_pilot

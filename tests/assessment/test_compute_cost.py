@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
-from workbench.assessment.compute_cost import flops_per_token, steps_in_budget
-from workbench.assessment.measured_model import measured_model
+from workbench.assessment.measured_model import flops_per_token, measured_model, steps_in_budget
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}
 

@@ -8,7 +8,7 @@ import xarray as xr
 
 import workbench as wb
 from workbench.assessment.decisions import decide
-from workbench.assessment.failure_modes.size_ranges import Sizes
+from workbench.assessment.failure_modes.criterion import Sizes
 from workbench.assessment.verdict import FIRST_STEP
 
 

@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import workbench as wb
 from tests.about import about, says
 from tests.risk.known_designs import known_designs
 from workbench.errors import OptionError, SchemaError
-from workbench.risk.features import FEATURES, as_cases, counts_as_diverged
+from workbench.risk.features import FEATURES, as_cases, counts_as_diverged, feature_table
 
 
 @pytest.fixture(scope="module")
@@ -16,11 +15,11 @@ def cases():
 
 def value(cases, name, **changes):
     case = cases.isel(run=[4]).assign({key: ("run", [new]) for key, new in changes.items()})
-    return float(wb.risk.feature_table(case, [name]).values[0, 0])
+    return float(feature_table(case, [name]).values[0, 0])
 
 
 def test_statistics_over_layers_ignore_padding(cases):
-    table = wb.risk.feature_table(cases, list(FEATURES))
+    table = feature_table(cases, list(FEATURES))
     assert table.dims == ("run", "feature")
     assert not table.isnull().any()
     for i, run in enumerate(cases.near_unit_mass.values):
@@ -34,7 +33,7 @@ def test_statistics_over_layers_ignore_padding(cases):
 
 
 def test_an_infinite_kreiss_constant_counts_as_its_bound(cases):
-    table = wb.risk.feature_table(cases, ["kreiss_constant mean"])
+    table = feature_table(cases, ["kreiss_constant mean"])
     has_infinite = np.isinf(cases.kreiss_constant).any("layer").values
     assert 0 < has_infinite.sum() < len(has_infinite)
     np.testing.assert_allclose(table.values[:, 0], np.where(has_infinite, 3.0, np.log10(2.0)))
@@ -81,7 +80,7 @@ def test_features_do_not_depend_on_names_or_on_training():
 def test_an_invalid_learning_rate_is_rejected_first(rate):
     only_rates = xr.Dataset(coords={"learning_rate": ("run", [0.1, rate])})
     with pytest.raises(OptionError, check=about("learning_rate")):
-        wb.risk.feature_table(only_rates, ["d_model"])
+        feature_table(only_rates, ["d_model"])
 
 
 @pytest.mark.parametrize(
@@ -96,29 +95,29 @@ def test_an_invalid_learning_rate_is_rejected_first(rate):
 )
 def test_incomplete_cases_are_rejected(cases, change, name):
     with pytest.raises(SchemaError, check=about(name)):
-        wb.risk.feature_table(change(cases), ["energy_gain mean", "logit_std"])
+        feature_table(change(cases), ["energy_gain mean", "logit_std"])
 
 
 def test_values_may_be_missing_if_allowed(cases):
     incomplete = cases.assign(logit_std=cases.logit_std.where(cases.logit_std > 1))
-    table = wb.risk.feature_table(incomplete, ["logit_std", "d_model"], allow_missing=True)
+    table = feature_table(incomplete, ["logit_std", "d_model"], allow_missing=True)
     np.testing.assert_array_equal(np.isnan(table.values[:, 0]), cases.logit_std.values <= 1)
     assert not np.isnan(table.values[:, 1]).any()
     # A missing variable is still an error.
     with pytest.raises(SchemaError, check=says("The cases lack logit_std; measure them with")):
-        wb.risk.feature_table(cases.drop_vars("logit_std"), ["logit_std"], allow_missing=True)
+        feature_table(cases.drop_vars("logit_std"), ["logit_std"], allow_missing=True)
 
 
 def test_unknown_features_are_rejected(cases):
     for name in ("colour", "optimizer"):
         with pytest.raises(OptionError, check=about("features", name)):
-            wb.risk.feature_table(cases, [name])
+            feature_table(cases, [name])
 
 
 def test_a_single_case_needs_no_dimension(cases):
     assert as_cases(cases.isel(run=0)).sizes["run"] == 1
-    alone = wb.risk.feature_table(cases.isel(run=3), ["d_model", "near_unit_mass mean"])
-    np.testing.assert_allclose(alone, wb.risk.feature_table(cases, ["d_model", "near_unit_mass mean"])[[3]])
+    alone = feature_table(cases.isel(run=3), ["d_model", "near_unit_mass mean"])
+    np.testing.assert_allclose(alone, feature_table(cases, ["d_model", "near_unit_mass mean"])[[3]])
 
 
 def test_untrained_models_beyond_the_limits_count_as_diverged(cases):

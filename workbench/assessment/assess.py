@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workbench.assessment.compute_cost import flops_per_token, steps_in_budget
 from workbench.assessment.decisions import decide
 from workbench.assessment.failure_modes import evaluate_criteria
-from workbench.assessment.failure_modes.size_ranges import Sizes
-from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task, require_loss
+from workbench.assessment.failure_modes.criterion import Sizes
+from workbench.assessment.measured_model import (
+    MeasuredModel,
+    flops_per_token,
+    measured_model,
+    planned_task,
+    require_loss,
+    steps_in_budget,
+)
 from workbench.assessment.plan_trials import N_TRIALS, N_UPDATES, possible_changes, try_changes, try_plan
 from workbench.assessment.rate_pilot import BUDGET, rate_pilot
 from workbench.assessment.structure import measure_structure, with_standard_start

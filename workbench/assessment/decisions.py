@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.assessment.failure_modes.criteria import BROKEN_TRIALS, RATE, SLOW_RATE
-from workbench.assessment.failure_modes.size_ranges import Sizes
+from workbench.assessment.failure_modes.criterion import Sizes
 from workbench.assessment.structure import WORDS
 from workbench.assessment.verdict import COLUMNS, FIRST_STEP, verdict_of
 from workbench.formatting import short

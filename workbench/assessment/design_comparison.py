@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from workbench.assessment.assess import PARTS, assess_measured
-from workbench.assessment.compute_cost import flops_per_token
-from workbench.assessment.measured_model import MeasuredModel, measured_model, planned_task
+from workbench.assessment.measured_model import MeasuredModel, flops_per_token, measured_model, planned_task
 from workbench.callbacks.train import train
 from workbench.errors import OptionError
 from workbench.formatting import counted

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from workbench.hardware.plan_files import AssessmentPlan
     from workbench.tasks import Task
 
+
 #: Designs with at most this number of parameters are measured at full size, larger ones as a proxy model.
 MAX_PARAMETERS = 4_000_000
 #: Configurations with several stages or parts cannot be built at a smaller width; they are measured at full size up to
@@ -136,10 +137,6 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
         seed: Seed of freshly initialized parameters.
         width: Target width; None for the subject's own.
         depth: Target depth; None for the subject's own.
-
-    Raises:
-        OptionError: If no model can be built from the subject, or not at this size.
-        CheckpointError: If there is no such name or file.
     """
     if isinstance(subject, nn.Module | Subject):
         module = subject.model if isinstance(subject, Subject) else subject
@@ -208,9 +205,6 @@ def planned_task(
         plan: Plan with the task; its batch size and length are not used.
         seed: Added to the seed of the plan.
         loss: Function of logits and targets.
-
-    Raises:
-        OptionError: If no default task provides the inputs of the model, or the task does not fit the model.
     """
     sizes = model_sizes(model)
     n_classes = None
@@ -254,12 +248,7 @@ def planned_task(
 
 
 def require_loss(model: nn.Module, task: Task, loss: Callable[[Tensor, Tensor], Tensor] = token_loss) -> None:
-    """Check with two examples of the first batch that a model runs on a task and that its loss can be computed.
-
-    Raises:
-        OptionError: If the model does not run on the examples, or the loss cannot be computed from its output and the
-            targets.
-    """
+    """Check with two examples of the first batch that a model runs on a task and that its loss can be computed."""
     name, task_name = type(unwrap(model)).__name__, task.describe().get("task", "the task")
     inputs, targets = (on_device_of(model, take_examples(part, slice(0, 2))) for part in next(iter(task.stream(0))))
     try:
@@ -350,3 +339,46 @@ def _n_proxy_choices(full: Design) -> int | None:
     if full.n_classes:
         return Digits.n_classes
     return None if full.vocabulary is None else min(PROXY_VOCABULARY, full.vocabulary)
+
+
+def flops_per_token(measured: MeasuredModel, plan: AssessmentPlan) -> float:
+    """Return the compute cost of one token, forward and backward, in floating-point operations.
+
+    The usual count: 6 operations for each parameter that a token uses, and 12 x blocks x width x length for the
+    attention scores (PaLM, arXiv:2204.02311, Appendix B). Only those experts are counted to which a token is routed.
+    """
+    sizes = model_sizes(measured.design or measured.model)
+    n_weights = measured.n_weights - _idle_weights(measured)
+    length = plan.training.sequence_length or 0
+    scores = 12 * (sizes.depth or 0) * (sizes.width or 0) * length if sizes.n_heads else 0
+    return float(6 * n_weights + scores)
+
+
+def _idle_weights(measured: MeasuredModel) -> int:
+    """Return the number of expert parameters that a token does not use.
+
+    The fraction of expert parameters is that of the measured model.
+    """
+    sizes = model_sizes(measured.design or measured.model)
+    config = getattr(measured.model, "config", None)
+    top_k = next((getattr(config, n) for n in ("top_k", "num_experts_per_tok") if getattr(config, n, None)), None)
+    if not sizes.n_experts or not top_k:
+        return 0
+    n_of_experts = sum(
+        weight.numel()
+        for name, weight in measured.model.named_parameters()
+        if "expert" in name and weight.numel() >= sizes.n_experts
+    )
+    n_all = sum(weight.numel() for weight in measured.model.parameters())
+    return int(measured.n_weights * n_of_experts / n_all * (1 - top_k / sizes.n_experts))
+
+
+def steps_in_budget(plan: AssessmentPlan, flops: float) -> float:
+    """Return the number of updates within the budget of a plan; NaN if it sets no budget."""
+    length = plan.training.sequence_length
+    if length is None or (plan.budget.tokens is None and plan.budget.flops is None):
+        return math.nan
+    tokens = plan.batch_size * length
+    of_tokens = math.inf if plan.budget.tokens is None else plan.budget.tokens / tokens
+    of_flops = math.inf if plan.budget.flops is None else plan.budget.flops / (flops * tokens)
+    return float(math.floor(min(of_tokens, of_flops)))

@@ -67,10 +67,6 @@ def try_plan(
         ``has_diverged``, ``divergence_step`` (NaN if it did not diverge) and ``cause`` (trial); ``share_broken``, the
         fraction of trials that diverged (0-dim). Attributes: ``n_updates``, ``warmup`` and ``learning_rate`` of the
         trials.
-
-    Raises:
-        OptionError: If the optimizer is an optimizer object, which belongs to the parameters of the model itself, or
-            ``n_updates`` or ``n_trials`` is below 1.
     """
     import torch
     import xarray as xr

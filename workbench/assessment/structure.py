@@ -40,9 +40,6 @@ def gains(flow: xr.Dataset) -> np.ndarray:
 
     The gradient with respect to a state scales with the inverse norm of the state. The product is therefore near 1
     wherever signal and gradient pass unchanged, independent of the growth of the residual stream.
-
-    Args:
-        flow: From `workbench.flow.measure`.
     """
     with np.errstate(all="ignore"):
         product = flow["state_rms"].values.astype(float) * flow["gradient_norm"].values.astype(float)
@@ -154,14 +151,6 @@ def measure_structure(
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
 ) -> tuple[xr.Dataset, xr.Dataset | None]:
     """Measure the structure of freshly initialized models that differ in their seed only.
-
-    Args:
-        models: The models, which may be created one at a time.
-        batch: Inputs and targets.
-        others: Inputs of other examples, for the change of the predictions.
-        plan: Plan with the optimizer and its peak learning rate.
-        width_ratio: Width of the planned design over that of the models.
-        loss: Function of logits and targets.
 
     Returns:
         The dataset of `average_structure`, and the flow of the first model, or None if its residual stream cannot be

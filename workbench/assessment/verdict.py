@@ -23,7 +23,7 @@ from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.assessment.failure_modes.size_ranges import Sizes
+    from workbench.assessment.failure_modes.criterion import Sizes
 
 #: The recommended step if an assessment cannot decide, as a clause.
 FIRST_STEP = (
@@ -41,10 +41,6 @@ DECIDES = {"structure": "gain_by_depth", "pilot": RATE}
 
 def column_state(criteria: xr.Dataset, column: str) -> CriterionState:
     """Return the state of a column, which is the worst state of its criteria with sufficient confidence.
-
-    Args:
-        criteria: Criteria from `failure_modes.evaluate_criteria`.
-        column: "structure" or "pilot".
 
     Returns:
         "not measured" if no criterion is at risk or failing, but the criterion of ``DECIDES`` was not evaluated, or
@@ -65,9 +61,6 @@ def column_state(criteria: xr.Dataset, column: str) -> CriterionState:
 
 def verdict_of(criteria: xr.Dataset) -> Verdict:
     """Return the verdict, which follows from the worst criterion with sufficient confidence.
-
-    Args:
-        criteria: Criteria from `failure_modes.evaluate_criteria`.
 
     Returns:
         "refuse" if a criterion is failing with a confidence of at least 0.5; "at risk" if one is at risk with at least

@@ -115,28 +115,21 @@ def extrapolated(last: Round, plan: TrainingPlan, *, of_loop: bool = False) -> d
     The logarithm of each rate is the logarithm of the round's rate in `SOURCES` plus a linear function of `features`.
     The interval is given by quantiles of the residuals in the study, with each family predicted from the others; it is
     wider after a first round.
-
-    Args:
-        last: The last round with a useful edge.
-        plan: Plan of the training.
-        of_loop: Whether the pilot ran a custom training loop, whose losses are training losses.
     """
     fitted = _fitted_to(last, of_loop)
     values = features(last.n_updates, last.best_rate, last.useful_edge, plan)
-    slow, best, edge = (_estimate(fitted[name], getattr(last, source), values) for name, source in SOURCES.items())
+    found = []
+    for name, source in SOURCES.items():
+        change = sum(weight * values[key] for key, weight in fitted[name]["weights"].items())
+        ends = (0.0, fitted[name]["low"], fitted[name]["high"])
+        found.append(Estimate(*(getattr(last, source) * math.exp(change + by) for by in ends)))
+    slow, best, edge = found
     best = best.at_most(edge.value)
     return {"slow_edge": slow.at_most(best.value), "best_rate": best, "useful_edge": edge}
 
 
 def features(n_updates: int, best_rate: float, useful_edge: float, plan: TrainingPlan) -> dict[str, float]:
-    """Return the features from which the change of the rates between pilot and training is predicted.
-
-    Args:
-        n_updates: Updates of the runs of the last round.
-        best_rate: Best rate of that round.
-        useful_edge: Useful edge of that round.
-        plan: Plan of the training.
-    """
+    """Return the features from which the change of the rates between pilot and training is predicted."""
     growth = math.log(plan.n_steps / n_updates)
     width = math.log(useful_edge / best_rate)
     return {"constant": 1.0, "growth": growth, "decays": float(decays(plan)), "width": width}
@@ -155,11 +148,6 @@ def furthest(last: Round, *, of_loop: bool = False) -> int:
 def longest_measured() -> int:
     """Return the number of updates of the longest runs of the study."""
     return int(_fitted()["longest"])
-
-
-def _estimate(fitted: Mapping[str, Any], rate: float, values: Mapping[str, float]) -> Estimate:
-    change = sum(weight * values[name] for name, weight in fitted["weights"].items())
-    return Estimate(*(rate * math.exp(change + by) for by in (0.0, fitted["low"], fitted["high"])))
 
 
 def _fitted_to(last: Round, of_loop: bool) -> dict[str, Any]:
@@ -344,11 +332,7 @@ class FoundRates:
 
 
 def is_of_adam(optimizer: Any) -> bool:
-    """Return whether the rates of an optimizer follow Adam's rule for widths.
-
-    Args:
-        optimizer: Name of a class, or the class or function, as in a `TrainingPlan`.
-    """
+    """Return whether the rates of an optimizer follow Adam's rule for widths."""
     return (optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")).lower() in _ADAMS
 
 
@@ -449,7 +433,10 @@ def find_rate(
     plan = TrainingPlan(n_steps=n_steps, learning_rate=start, **settings)
     of_run = {name: value for name, value in settings.items() if name != "schedule"}
     if loop is not None:
-        _check_unset_with_loop({**of_run, "loss": loss})
+        defaults = inspect.signature(find_rate).parameters
+        if given := [name for name, value in {**of_run, "loss": loss}.items() if value != defaults[name].default]:
+            word = "it" if len(given) == 1 else "them"
+            raise OptionError(f"{', '.join(given)} cannot be combined with loop=; set {word} in the loop.")
     start_time = time.monotonic()
     with Progress(progress, "ran", total=budget, unit="trial update") as bar:
         if loop is not None:
@@ -459,7 +446,10 @@ def find_rate(
             runs = ModelRuns(
                 model, task, of_run, longest, n_seeds, averages_parameters=decays(plan), loss=loss, on_update=bar.update
             )
-        rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), _start_of(plan))
+        first = _START_OF_SGD if isinstance(optimizer, str) and optimizer.lower() == "sgd" else _START
+        rounds, is_interrupted = _rounds(
+            RateSearch(runs, budget, n_steps, n_seeds), first if plan.learning_rate is None else plan.learning_rate
+        )
     name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
     found = FoundRates(
         n_steps, UNKNOWN, UNKNOWN, UNKNOWN, "", runs.n_updates, time.monotonic() - start_time, rounds,
@@ -477,15 +467,6 @@ def with_estimates(found: FoundRates, estimates: Mapping[str, Estimate]) -> Foun
     return replace(found, slow_edge=slow, best_rate=best, useful_edge=edge)
 
 
-def _check_unset_with_loop(settings: dict[str, Any]) -> None:
-    """Raise OptionError if a setting is given that a custom loop does not receive."""
-    defaults = inspect.signature(find_rate).parameters
-    if given := [name for name, value in settings.items() if value != defaults[name].default]:
-        raise OptionError(
-            f"{', '.join(given)} cannot be combined with loop=; set {'it' if len(given) == 1 else 'them'} in the loop."
-        )
-
-
 def _rounds(search: RateSearch, start: float) -> tuple[tuple[Round, ...], bool]:
     """Return the finished rounds and whether the search was interrupted after the first one."""
     rounds: list[Round] = []
@@ -497,13 +478,6 @@ def _rounds(search: RateSearch, start: float) -> tuple[tuple[Round, ...], bool]:
             raise
         return tuple(rounds), True
     return tuple(rounds), False
-
-
-def _start_of(plan: TrainingPlan) -> float:
-    """Return the learning rate at which the search begins."""
-    if plan.learning_rate is not None:
-        return plan.learning_rate
-    return _START_OF_SGD if isinstance(plan.optimizer, str) and plan.optimizer.lower() == "sgd" else _START
 
 
 def _reason(found: FoundRates, plan: TrainingPlan, budget: int, of_loop: bool) -> str:

@@ -295,9 +295,6 @@ def held_out_at(runs: xr.Dataset, step: float) -> np.ndarray:
     """Return the held-out loss of each run after a number of updates, shape (run,).
 
     It is infinite if it was not finite, or if the run ended before.
-
-    Raises:
-        SchemaError: If no loss was measured at this number of updates.
     """
     settings = json.loads(str(runs["settings"].values[0]))
     every = settings["training"]["n_steps"] // settings["n_evaluations"]

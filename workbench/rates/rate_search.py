@@ -51,15 +51,6 @@ class PilotRuns(Protocol):
 
         The numbers are increasing, each 1.25 times the previous one. From the first loss that is not finite, all losses
         are infinite. A run whose loss exceeds the limit at a step is stopped; its later losses are omitted.
-
-        Args:
-            rate: Learning rate.
-            seed: Seed.
-            steps: Numbers of updates.
-            limits: Limit of the loss at each of them.
-
-        Raises:
-            OptionError: If the data or the loop end too early.
         """
 
 
@@ -258,12 +249,6 @@ class RateSearch:
     frequencies of the targets: large rates learn these first, and then make no progress. It continues with larger rates
     until one is too large, and stops that run as soon as this is clear, then with rates between the two next to the
     edge. These two and the best rate are repeated with another seed if the budget allows all of them.
-
-    Args:
-        runs: The runs.
-        budget: Maximum number of updates, over all runs.
-        n_steps: Maximum number of updates of a run.
-        n_seeds: Maximum number of seeds of the second round.
     """
 
     runs: PilotRuns
@@ -276,9 +261,6 @@ class RateSearch:
         """Yield each round when it ends; the second one twice if some rates are repeated with other seeds.
 
         A round without a finite loss, or one that ends without an edge because the budget is spent, is the last.
-
-        Args:
-            start: Learning rate at which the search begins.
         """
         short, long = (min(round(share * self.budget), self.n_steps) for share in (_SHORT_SHARE, LONGEST_SHARE))
         center = round(power_of(start))

@@ -17,10 +17,9 @@ from __future__ import annotations
 from workbench.option_checks import publish
 from workbench.risk.edge_model import EdgeModel, fit, load, shipped
 from workbench.risk.edge_regression import Edges
-from workbench.risk.features import FEATURES, feature_table
-from workbench.risk.predictors import predictor_scores
+from workbench.risk.features import FEATURES
 from workbench.risk.risk import Probability, Risk, over_rates, predict
-from workbench.risk.scores import auroc, calibration_error, reliability
+from workbench.risk.scores import reliability
 
 __all__ = [
     "FEATURES",
@@ -28,14 +27,10 @@ __all__ = [
     "Edges",
     "Probability",
     "Risk",
-    "auroc",
-    "calibration_error",
-    "feature_table",
     "fit",
     "load",
     "over_rates",
     "predict",
-    "predictor_scores",
     "reliability",
     "shipped",
 ]

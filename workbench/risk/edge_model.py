@@ -178,11 +178,7 @@ class EdgeModel:
         return write_json(content, path, overwrite=overwrite)
 
     def _inputs(self, cases: xr.Dataset, *, is_known: np.ndarray) -> Floats:
-        """Return features of cases, clipped to the range of the fitted designs, and a one-hot column for each group.
-
-        Raises:
-            SchemaError: If a case that has a prediction lacks a feature; for others it is the lower end of the range.
-        """
+        """Return features of cases, clipped to the range of the fitted designs, and a one-hot column for each group."""
         table = _table(cases, self.features, needed=is_known)
         bounds = np.array([self.ranges[name] for name in self.features]).reshape(-1, 2)
         table = np.clip(np.where(np.isnan(table), bounds[:, 0], table), bounds[:, 0], bounds[:, 1])
@@ -318,9 +314,6 @@ def groups_of(cases: xr.Dataset) -> np.ndarray:
 
     Returns:
         Strings such as "AdamW with norm", shape (run,); empty where ``scale_response`` is NaN.
-
-    Raises:
-        SchemaError: If one of the two is missing.
     """
     responses = _numbers(cases, "scale_response", allow_missing=True)
     if "optimizer" not in cases.variables:
@@ -368,19 +361,19 @@ def load(path: str | Path) -> EdgeModel:
             tuple(content["groups"]),
             _ranges(content["ranges"]),
             _ranges(content["measured"]),
-            {edge: tuple(_fit(row) for row in content["fits"][edge]) for edge in EDGES},
+            {
+                edge: tuple(
+                    EdgeFit(np.array(a), np.array(b), float(c), np.array(d)) for a, b, c, d in content["fits"][edge]
+                )
+                for edge in EDGES
+            },
             {edge: float(content["deviations"][edge]) for edge in EDGES},
             content["about"],
         )
 
 
 def _table(cases: xr.Dataset, features: Sequence[str], *, needed: np.ndarray) -> Floats:
-    """Return features of cases, shape (run, feature).
-
-    Raises:
-        OptionError: If a feature does not exist.
-        SchemaError: If a case that is needed lacks a feature.
-    """
+    """Return features of cases, shape (run, feature)."""
     if not features:
         return np.empty((cases.sizes["run"], 0))
     found: Floats = feature_table(cases, features, allow_missing=True).values.astype(float)
@@ -390,11 +383,7 @@ def _table(cases: xr.Dataset, features: Sequence[str], *, needed: np.ndarray) ->
 
 
 def _numbers(cases: xr.Dataset, name: str, *, allow_missing: bool = False) -> Floats:
-    """Return the values of a variable of cases, shape (run,).
-
-    Raises:
-        SchemaError: If there is no such variable, or a case lacks it.
-    """
+    """Return the values of a variable of cases, shape (run,)."""
     if name not in cases.variables:
         raise _missing_variable(name)
     values: Floats = column(cases, name).astype(float)
@@ -422,11 +411,6 @@ def _row(fit: EdgeFit) -> list[Any]:
 def _rounded(value: float) -> float:
     """Round a number to six digits, far more than are significant."""
     return float(f"{value:.6g}")
-
-
-def _fit(row: Sequence[Any]) -> EdgeFit:
-    center, scale, intercept, coefficients = row
-    return EdgeFit(np.array(center), np.array(scale), float(intercept), np.array(coefficients))
 
 
 def _ranges(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:

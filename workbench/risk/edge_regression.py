@@ -187,13 +187,7 @@ def out_of_group(features: np.ndarray, edges: Edges, groups: np.ndarray, *, pena
 
 
 def best_penalty(features: np.ndarray, edges: Edges, groups: np.ndarray) -> tuple[float, float]:
-    """Return the penalty with the largest likelihood for held-out groups, and the deviation of their edges.
-
-    Args:
-        features: As in `out_of_group`.
-        edges: As in `out_of_group`.
-        groups: As in `out_of_group`.
-    """
+    """Return the penalty with the largest likelihood for held-out groups, and the deviation of their edges."""
     found = {}
     for penalty in PENALTIES:
         mean, deviation = out_of_group(features, edges, groups, penalty=penalty)

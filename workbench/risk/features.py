@@ -75,20 +75,6 @@ def feature_table(cases: xr.Dataset, names: Sequence[str], *, allow_missing: boo
     Returns:
         Shape (run, feature). Infinite where a quantity is infinite, such as ``breaking_rate`` of a model that diverges
         at no rate.
-
-    Raises:
-        OptionError: If a learning rate is not positive, or a feature does not exist.
-        SchemaError: If there is no case, a variable is missing, or a run lacks a value.
-
-    Example:
-        >>> import workbench as wb
-        >>> cases = wb.samples.open("divergence_sweep", "held out").isel(run=slice(0, 2))
-        >>> wb.risk.feature_table(cases, ["near_unit_mass mean", "d_model"]).shape
-        (2, 2)
-
-    See Also:
-        `workbench.sweeps.measure_case`: Measures the variables of a case.
-        `workbench.risk.fit`: Fits a risk model with features.
     """
     import xarray as xr
 
@@ -105,10 +91,6 @@ def as_cases(cases: xr.Dataset) -> xr.Dataset:
 
     Args:
         cases: Cases, or one case without the dimension ``run``.
-
-    Raises:
-        OptionError: If a learning rate is not positive.
-        SchemaError: If there are no learning rates, or no case.
     """
     if RATE not in cases.variables:
         raise SchemaError("The cases have no learning_rate; assign the peak learning rate of each run.")
@@ -222,10 +204,6 @@ def _log(values: np.ndarray, *, shift: float = 0.0, low: float = 0.0) -> np.ndar
         return np.log10(np.maximum(np.asarray(values, dtype=float) + shift, low))
 
 
-def _stream_growth(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    return _log(last) - _log(first)
-
-
 def _momentum(momentum: np.ndarray) -> np.ndarray:
     return np.nan_to_num(np.asarray(momentum, dtype=float))
 
@@ -238,10 +216,6 @@ def _momentum_gain(momentum: np.ndarray, optimizer: np.ndarray) -> np.ndarray:
 
 def _clip(clip_norm: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(np.asarray(clip_norm, dtype=float)), 0.0, _log(clip_norm))
-
-
-def _is_clipped(clip_norm: np.ndarray) -> np.ndarray:
-    return (~np.isnan(np.asarray(clip_norm, dtype=float))).astype(float)
 
 
 def _feature(name: str, long_name: str, *, shift: float = 0.0, low: float = 0.0) -> Feature:
@@ -262,7 +236,12 @@ _SETTINGS = (
     _feature("weight_decay", "weight decay", shift=0.01),
     Feature("momentum", "momentum", ("momentum",), measures=_momentum),
     Feature("momentum_gain", "gain of momentum", ("momentum", "optimizer"), measures=_momentum_gain),
-    Feature("is_clipped", "gradient clipping", ("clip_norm",), measures=_is_clipped),
+    Feature(
+        "is_clipped",
+        "gradient clipping",
+        ("clip_norm",),
+        measures=lambda x: (~np.isnan(x.astype(float))).astype(float),
+    ),
     Feature("clip_norm", "limit of the gradient norm", ("clip_norm",), measures=_clip),
 )
 _FORWARD = (
@@ -275,7 +254,7 @@ _FORWARD = (
         "stream_growth",
         "growth of the residual stream",
         ("stream_rms_first", "stream_rms_last"),
-        measures=_stream_growth,
+        measures=lambda first, last: _log(last) - _log(first),
     ),
 )
 _GRADIENT = (

@@ -211,11 +211,7 @@ def _summary(risks: Sequence[Risk]) -> str:
 
 
 def _one(case: xr.Dataset) -> xr.Dataset:
-    """Return a case with a dimension ``run`` of length one.
-
-    Raises:
-        SchemaError: If there are several runs.
-    """
+    """Return a case with a dimension ``run`` of length one."""
     case = as_cases(case)
     if (n_runs := case.sizes["run"]) != 1:
         raise SchemaError(f"The case must have one run, got {n_runs}; select one with .isel(run=[0]).")
@@ -244,9 +240,6 @@ def _after_pilot(risk: Risk, pilot: FoundRates) -> Risk:
 
     A pilot does not measure the explosion edge. The probability of an explosion is limited by the probability that the
     learning rate is too large, because a run that diverges does not learn well.
-
-    Raises:
-        OptionError: If the pilot has no estimates, or is for another number of updates.
     """
     if pilot.reason:
         raise OptionError(f"The pilot has no estimates: {pilot.reason}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
-from workbench.option_checks import Level, NonNegativeInt, PositiveInt, checked
+from workbench.option_checks import Level, PositiveInt, checked
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -32,10 +32,9 @@ class Auroc(NamedTuple):
     high: float
 
 
-@checked
 def auroc(
-    score: ArrayLike, label: ArrayLike, *, n_bootstrap: NonNegativeInt = 1000,
-    seed: NonNegativeInt = 0, groups: ArrayLike | None = None, level: Level = 0.95,
+    score: ArrayLike, label: ArrayLike, *, within: ArrayLike | None = None, groups: ArrayLike | None = None,
+    n_bootstrap: int = 1000, seed: int = 0,
 ) -> Auroc:  # fmt: skip
     """Compute the area under the ROC curve of a score.
 
@@ -45,61 +44,19 @@ def auroc(
     Args:
         score: Score of each run, higher for divergence; may be infinite.
         label: Whether each run diverged.
-        n_bootstrap: Number of resamples for the interval; 0 computes no interval.
-        seed: Seed of the resamples.
+        within: Kind of each run, for example its cell: only pairs of runs of the same kind are compared, and every such
+            pair counts once. Within cells, whose runs share all settings except learning rate and seed, this measures
+            how well a score distinguishes learning rates.
         groups: Group of each run; the runs of a group are drawn together (cluster bootstrap). If None, every run is its
             own group.
-        level: Level of the percentile interval.
+        n_bootstrap: Number of resamples for the interval; 0 computes no interval.
+        seed: Seed of the resamples.
 
     Returns:
-        Value and interval. Resamples with only one outcome are ignored. A perfect score has the interval [1, 1],
-        because every resample is perfect too.
-
-    Raises:
-        OptionError: If a score is NaN, lengths differ, or an option is out of range.
-        SchemaError: If all runs diverged, or none did.
-
-    Example:
-        >>> import workbench as wb
-        >>> area = wb.risk.auroc([0.1, 0.4, 0.3, 0.9], [False, False, True, True], n_bootstrap=0)
-        >>> area.value
-        0.75
-
-    See Also:
-        `workbench.outcomes.predictor_table`: Evaluates the predictors of RKSP.
+        Value and 95 % percentile interval. Resamples with only one outcome are ignored. A perfect score has the
+        interval [1, 1], because every resample is perfect too.
     """
-    return auroc_within(
-        score, label, np.zeros(np.size(score), int), n_bootstrap=n_bootstrap, seed=seed, groups=groups, level=level
-    )
-
-
-@checked
-def auroc_within(
-    score: ArrayLike, label: ArrayLike, within: ArrayLike, *, n_bootstrap: NonNegativeInt = 1000,
-    seed: NonNegativeInt = 0, groups: ArrayLike | None = None, level: Level = 0.95,
-) -> Auroc:  # fmt: skip
-    """Compute the AUROC of a score among runs of the same kind.
-
-    Only pairs of runs with the same value of ``within`` are compared, and every such pair counts once. Within cells,
-    whose runs share all settings except learning rate and seed, this measures how well a score distinguishes learning
-    rates.
-
-    Args:
-        score: As in `auroc`.
-        label: As in `auroc`.
-        within: Kind of each run, for example its cell.
-        n_bootstrap: As in `auroc`.
-        seed: As in `auroc`.
-        groups: As in `auroc`.
-        level: As in `auroc`.
-
-    Returns:
-        Value and interval.
-
-    Raises:
-        OptionError: As in `auroc`.
-        SchemaError: If in every kind all runs diverged, or none did.
-    """
+    within = np.zeros(np.size(score), int) if within is None else within
     scores, labels = _pair(score, label)
     _, strata = np.unique(np.asarray(within), return_inverse=True)
     members = [np.flatnonzero(strata == i) for i in range(strata.max(initial=-1) + 1)]
@@ -120,7 +77,7 @@ def auroc_within(
     if not n_bootstrap:
         return Auroc(found, np.nan, np.nan)
     values = np.concatenate([value(weight) for weight in resamples(groups, len(scores), n_bootstrap, seed)])
-    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.nanquantile(values, [0.025, 0.975])
     return Auroc(found, float(low), float(high))
 
 
@@ -131,9 +88,6 @@ def resamples(
 
     Yields:
         Blocks of shape (resample, run).
-
-    Raises:
-        OptionError: If there is not one group for each run.
     """
     if groups is not None and np.size(groups) != n_runs:
         raise OptionError(f"groups must have one entry for each of the {n_runs} runs, got {np.size(groups)}.")
@@ -176,7 +130,6 @@ def reliability(
         (array([0., 1.]), array([2, 2]))
 
     See Also:
-        `workbench.risk.calibration_error`: Returns the expected calibration error.
         `workbench.plots.reliability`: Draws the result.
     """
     import xarray as xr
@@ -217,25 +170,6 @@ def reliability(
     return xr.Dataset(variables, {"lower": ("bin", edges[:-1]), "upper": ("bin", edges[1:])}, attrs)
 
 
-def calibration_error(probability: ArrayLike, label: ArrayLike, *, n_bins: PositiveInt = 10) -> float:
-    """Compute the expected calibration error, sum_b n_b |rate_b - mean_probability_b| / n over bins.
-
-    Args:
-        probability: As in `reliability`.
-        label: As in `reliability`.
-        n_bins: As in `reliability`.
-
-    Example:
-        >>> import workbench as wb
-        >>> round(wb.risk.calibration_error([0.9, 0.9, 0.1, 0.1], [True, True, False, False]), 3)
-        0.1
-
-    See Also:
-        `workbench.risk.reliability`: Returns the bins.
-    """
-    return float(reliability(probability, label, n_bins=n_bins).attrs["ece"])
-
-
 def _concordance(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the weighted numbers of pairs in the correct order (ties count half) and of all pairs.
 
@@ -259,11 +193,7 @@ def _concordance(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> tu
 def _pair(
     score: ArrayLike, label: ArrayLike, *, name: str = "score", allows_nan: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return scores and labels as arrays of shape (run,).
-
-    Raises:
-        OptionError: If lengths differ, or a score is NaN.
-    """
+    """Return scores and labels as arrays of shape (run,)."""
     scores, labels = np.asarray(score, dtype=float), np.asarray(label).astype(bool)
     if scores.shape != labels.shape or scores.ndim != 1:
         raise OptionError(f"{name} must have one entry for each of the {labels.size} labels, got {scores.size}.")

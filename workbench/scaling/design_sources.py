@@ -473,11 +473,7 @@ class FunctionSource(DesignSource):
         return {"function": getattr(self.function, "__qualname__", type(self.function).__name__)}
 
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
-        """Build a model with initial parameters.
-
-        Raises:
-            OptionError: If the function returns no module.
-        """
+        """Build a model with initial parameters."""
         torch.manual_seed(seed)
         has_vocabulary = "vocabulary" in inspect.signature(self.function).parameters
         options = {"vocabulary": vocabulary} if vocabulary is not None and has_vocabulary else {}

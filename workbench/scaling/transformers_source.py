@@ -46,12 +46,6 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def misfit(built: Shapes, target: Shapes, size: tuple[int, int], target_size: tuple[int, int]) -> str:
     """Find an error in the size of a model from the shapes of its parameters.
 
-    Args:
-        built: Shapes of the model.
-        target: Shapes of the same design at its target size.
-        size: Requested width and depth.
-        target_size: Target width and depth.
-
     Returns:
         A clause that describes the error; empty if there is none.
     """
@@ -76,12 +70,7 @@ def misfit(built: Shapes, target: Shapes, size: tuple[int, int], target_size: tu
 
 
 def _excess(kept: Mapping[str, tuple[int, int]], ratio: float) -> str:
-    """Return a clause if the blocks have far more parameters than expected for the width; empty otherwise.
-
-    Args:
-        kept: Number of entries of each parameter in the model and in the target.
-        ratio: Width of the model over the target width.
-    """
+    """Return a clause if the blocks have far more parameters than expected for the width; empty otherwise."""
     n, of_n = (sum(sizes) for sizes in zip(*kept.values(), strict=True)) if kept else (0, 1)
     if n <= max(_MAX_EXCESS, 1 + _MAX_FRACTION / ratio) * ratio**2 * of_n:
         return ""
@@ -117,11 +106,7 @@ _PARTS_OF_HEADS = {"codegen": 4}
 
 @dataclass(frozen=True)
 class TransformersSource(DesignSource):
-    """A configuration of transformers.
-
-    Raises:
-        OptionError: If it does not describe one stack of equal blocks of a given width and depth.
-    """
+    """A configuration of transformers."""
 
     config: Any
 
@@ -217,11 +202,7 @@ class TransformersSource(DesignSource):
         return n_parameters
 
     def at(self, width: int, depth: int, vocabulary: int | None) -> Any:
-        """Return the configuration at a size.
-
-        Raises:
-            OptionError: If transformers rejects the configuration.
-        """
+        """Return the configuration at a size."""
         with self._errors_with_size(width, depth):
             config = resized(self.config, width, depth, vocabulary, reads_images=self._reads_images)
             if callable(validate := getattr(config, "validate", None)):
@@ -316,9 +297,6 @@ def class_of(config: Any) -> Any:
     """Return the class of the models of a configuration: the class that it names, or one with a head.
 
     A model without a head makes no predictions, so it receives the head of its pretraining task.
-
-    Raises:
-        OptionError: If there is none.
     """
     import transformers
     from transformers.models.auto import modeling_auto as auto

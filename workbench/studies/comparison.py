@@ -149,10 +149,6 @@ def compare_checked(
 
     Returns:
         The dataset of `compare` without the attribute ``at``.
-
-    Raises:
-        SchemaError: If a published name is unknown.
-        OptionError: If the runs were measured with different thresholds.
     """
     import xarray as xr
 

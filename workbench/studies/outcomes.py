@@ -13,15 +13,14 @@ See Also:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.errors import SchemaError, require_listed
 from workbench.option_checks import Fraction, Level, NonNegativeInt, checked, publish
 from workbench.risk.features import column
-from workbench.risk.predictors import predictor_scores
-from workbench.risk.scores import Auroc, auroc, auroc_within
+from workbench.risk.scores import Auroc, auroc
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,6 +62,18 @@ PUBLISHED_AUROC = {
     "grad norm at step 100": (0.685, np.nan, np.nan),
     "grad norm variance": (0.702, np.nan, np.nan),
     "loss spikes": (0.758, np.nan, np.nan),
+}
+
+#: Predictor of divergence -> variables from which it is computed.
+_NEEDS = {
+    "M": ("near_unit_mass",),
+    "M log10(kappa)": ("near_unit_mass", "eigenvector_condition"),
+    "rho": ("spectral_radius",),
+    "kappa": ("eigenvector_condition",),
+    "initial grad norm": ("initial_grad_norm",),
+    "grad norm at step 100": ("grad_norm_step_100",),
+    "grad norm variance": ("grad_norm_variance",),
+    "loss spikes": ("n_loss_spikes",),
 }
 
 
@@ -283,11 +294,7 @@ def largest_rate_without_explosion(outcomes: xr.Dataset, *, below: Fraction = 0.
 
 
 def _table(outcomes: xr.Dataset) -> pd.DataFrame:
-    """Return the outcomes as a data frame with one row per run.
-
-    Raises:
-        SchemaError: If the dataset is not a table of outcomes, is empty, or contains a run twice.
-    """
+    """Return the outcomes as a data frame with one row per run."""
     missing = [name for name in _NEEDED if name not in outcomes.variables]
     if missing or "run" not in outcomes.dims:
         lacks = ", ".join(missing) or "the dimension run"
@@ -309,12 +316,7 @@ def _table(outcomes: xr.Dataset) -> pd.DataFrame:
 
 
 def _two_controls(outcomes: xr.Dataset, control: str, reference: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the runs of two controls on the cells on which both ran, in the same order.
-
-    Raises:
-        SchemaError: If the dataset is not a table of outcomes.
-        OptionError: If it has no such control.
-    """
+    """Return the runs of two controls on the cells on which both ran, in the same order."""
     runs = _table(outcomes)
     known = runs["control"].unique()
     for argument, name in (("control", control), ("reference", reference)):
@@ -349,12 +351,11 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: NonNegativeInt = 1000, se
         (['M', 'M log10(kappa)'], 0.995)
 
     See Also:
-        `workbench.risk.predictor_scores`: The scores of the predictors.
         `workbench.samples.open`: A recorded sweep.
     """
     import xarray as xr
 
-    scores = predictor_scores(sweep)
+    scores = _predictor_scores(sweep)
     label = sweep["has_diverged"].values.astype(bool)
     if label.all() or not label.any():
         raise SchemaError(
@@ -366,8 +367,9 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: NonNegativeInt = 1000, se
     rows = []
     for score in scores.T.values:
         has = ~np.isnan(score)
-        found = _auroc(score[has], label[has], groups[has], n_bootstrap, seed)
-        within = [_auroc_within(score[has], label[has], kind[has]) for kind in strata.values()]
+        of = score[has], label[has]
+        found = _area(*of, groups=groups[has], n_bootstrap=n_bootstrap, seed=seed)
+        within = [_area(*of, within=kind[has], n_bootstrap=0).value for kind in strata.values()]
         rows.append((*found, *within, has.sum(), label[has].sum()))
     names = ("auroc", "low", "high", *strata, "n_runs", "n_diverged")
     about = {
@@ -389,23 +391,41 @@ def predictor_table(sweep: xr.Dataset, *, n_bootstrap: NonNegativeInt = 1000, se
     }
     table = xr.Dataset(variables, {"predictor": scores["predictor"].values})
     for name, values in zip(("auroc", "low", "high"), zip(*PUBLISHED_AUROC.values(), strict=True), strict=True):
-        of = dict(zip(PUBLISHED_AUROC, values, strict=True))
-        table[f"published_{name}"] = ("predictor", [of[predictor] for predictor in table["predictor"].values])
+        by_predictor = dict(zip(PUBLISHED_AUROC, values, strict=True))
+        table[f"published_{name}"] = ("predictor", [by_predictor[each] for each in table["predictor"].values])
     return table
 
 
-def _auroc(score: np.ndarray, label: np.ndarray, groups: np.ndarray, n_bootstrap: int, seed: int) -> Auroc:
+def _area(score: np.ndarray, label: np.ndarray, **options: Any) -> Auroc:
+    """Return the AUROC; NaN if all runs with the score have the same outcome."""
     try:
-        return auroc(score.tolist(), label.tolist(), groups=groups.tolist(), n_bootstrap=n_bootstrap, seed=seed)
-    except SchemaError:  # all runs with the score have the same outcome
+        return auroc(score, label, **options)
+    except SchemaError:
         return Auroc(np.nan, np.nan, np.nan)
 
 
-def _auroc_within(score: np.ndarray, label: np.ndarray, within: np.ndarray) -> float:
-    try:
-        return auroc_within(score.tolist(), label.tolist(), within.tolist(), n_bootstrap=0).value
-    except SchemaError:
-        return np.nan
+def _predictor_scores(sweep: xr.Dataset) -> xr.DataArray:
+    """Compute the predictors of each run as scores, shape (run, predictor); a higher score predicts divergence.
+
+    Spectral predictors are means over the layers of the untrained model. The paper does not state whether the product
+    with kappa is computed before or after the mean; here it is computed after it. NaN where a run has no value,
+    infinite where kappa is infinite.
+    """
+    import xarray as xr
+
+    if missing := sorted({need for needs in _NEEDS.values() for need in needs if need not in sweep.variables}):
+        raise SchemaError(f"The sweep lacks {', '.join(missing)}; pass a sweep from wb.open_sweep().")
+    means = {}
+    for name in {need for needs in _NEEDS.values() for need in needs}:
+        values = sweep[name]
+        means[name] = values.mean("layer").values.astype(float) if "layer" in values.dims else column(sweep, name)
+    scores = {name: means[needs[0]].astype(float) for name, needs in _NEEDS.items()}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        product = means["near_unit_mass"] * np.log10(means["eigenvector_condition"])
+    scores["M log10(kappa)"] = np.where(means["near_unit_mass"] == 0, 0.0, product)
+    return xr.DataArray(
+        np.stack([*scores.values()], axis=1), {"predictor": [*scores]}, ["run", "predictor"], name="score"
+    )
 
 
 __dir__ = publish(__name__)

@@ -130,11 +130,7 @@ def _embedded() -> list[str]:
 
 
 def _folder(name: str, known: list[str]) -> Path:
-    """Return the folder of an embedded checkpoint.
-
-    Raises:
-        CheckpointError: If there is no sample of that name; the message suggests the nearest known name.
-    """
+    """Return the folder of an embedded checkpoint."""
     if name in _embedded():
         return _CHECKPOINTS / name
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)

@@ -150,9 +150,6 @@ def catalogue(run: xr.DataTree) -> dict[str, Entry]:
     """Return descriptions of the signals of a run by name, without reading values.
 
     If two parts have a variable of the same name, the later signal is called ``"part/name"``.
-
-    Args:
-        run: A run, from `workbench.open_run`.
     """
     found: dict[str, Entry] = {}
     others = [part for part in run.children if part not in (*_PARTS, "spectra", "events")]
@@ -166,11 +163,7 @@ def catalogue(run: xr.DataTree) -> dict[str, Entry]:
 
 
 def bad_direction(name: str) -> str:
-    """Return which values are bad: ``"low"`` for ranks and entropies, ``"high"`` for norms, logits, loads and others.
-
-    Args:
-        name: Name of a signal or a variable.
-    """
+    """Return which values are bad: ``"low"`` for ranks and entropies, ``"high"`` for norms, logits, loads, others."""
     return "low" if _variable_of(name) in _LOW_IS_BAD else "high"
 
 
@@ -262,9 +255,6 @@ def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
     Returns:
         The values with dims ``layer`` and ``head``, or those of ``layer``, ``module`` and ``expert`` that the signal
         has. The scalar coordinate ``step`` is the step that was used. NaN where not measured.
-
-    Raises:
-        SchemaError: If the run has no such signal, the signal has no row yet, or no dimension besides steps.
     """
     entry = _entry(run, name)
     if not entry.places:
@@ -435,9 +425,6 @@ def decimate(
 
     Returns:
         Steps and values of the kept rows in their order; all rows in view if there are at most ``2 * n``.
-
-    Raises:
-        OptionError: If ``n`` is below 1.
     """
     is_finite = np.isfinite(value)
     if not is_finite.all():
@@ -488,9 +475,6 @@ def healthy_band(
 
     Returns:
         The band; empty if there are no values.
-
-    Raises:
-        OptionError: If the quantiles are not two increasing numbers from 0 to 1.
     """
     finite = [np.isfinite(value) for _, value in lines]
     step = np.concatenate([np.zeros(0), *(line[0][is_there] for line, is_there in zip(lines, finite, strict=True))])

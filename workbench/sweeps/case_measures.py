@@ -236,12 +236,7 @@ def _refined(index: int, is_too_large: Callable[[float], bool]) -> float:
 
 
 class _Copy:
-    """A copy of a model for trial updates, in eval mode: without dropout the measurements are reproducible.
-
-    Args:
-        model: The model, which is not changed.
-        loss: Function of logits and targets.
-    """
+    """A copy of a model for trial updates, in eval mode: without dropout the measurements are reproducible."""
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         self.model = copy.deepcopy(model).eval()
@@ -449,14 +444,7 @@ def _forward(
 
 
 def _forward_pass(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: float) -> tuple[Tensor, dict[str, float]]:
-    """Return logits of a forward pass, and the RMS of the residual stream before the first and after the last block.
-
-    Args:
-        model: The model.
-        anatomy: Its anatomy.
-        inputs: Inputs of the first batch.
-        factor: The residual stream is multiplied by it before the first block.
-    """
+    """Return logits of a forward pass, and the RMS of the residual stream before the first and after the last block."""
     last = len(anatomy.sites) - 1
     rms: dict[str, float] = {}
 
@@ -471,11 +459,8 @@ def _forward_pass(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: fl
     watcher = StreamWatcher(anatomy, TokenSelection(None, layout=anatomy.layout), measure, layers={0, last})
     with undisturbed(model), BlockHooks(anatomy.sites[:1], scale), watcher:
         watcher.begin(inputs)
-        return _logits(call_model(model, inputs)), rms
-
-
-def _logits(output: Any) -> Tensor:
-    return output if isinstance(output, Tensor) else output.logits
+        output = call_model(model, inputs)
+        return (output if isinstance(output, Tensor) else output.logits), rms
 
 
 def as_cases(rows: list[dict[str, Any]]) -> xr.Dataset:

@@ -116,10 +116,6 @@ def outcome(records: list[StepRecord]) -> dict[str, Any]:
 def loss_curves(records: list[StepRecord], evaluations: list[tuple[int, float]]) -> dict[str, np.ndarray]:
     """Return the losses along a run, with the names of ``schema.sweeps.CURVES``.
 
-    Args:
-        records: Record of each update.
-        evaluations: Number of updates before each evaluation, and the held-out loss.
-
     Returns:
         Arrays of shapes (window,) and (evaluation,); infinite where a loss is not finite.
     """

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
-    """Create a training plan from its settings.
-
-    Raises:
-        OptionError: If a setting is unknown, missing or invalid.
-    """
+    """Create a training plan from its settings."""
     known = tuple(item.name for item in fields(TrainingPlan))
     require_known("A training run", training, known, word="setting")
     if "n_steps" not in training:

@@ -212,11 +212,7 @@ def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
 
 
 def _attrs_of(path: Path) -> dict[str, Any]:
-    """Return the attributes of the store of a sweep.
-
-    Raises:
-        StoreError: If there is no sweep, it is damaged, or its version is newer.
-    """
+    """Return the attributes of the store of a sweep."""
     with _STORE.reading(path):
         attrs: dict[str, Any] = dict(_STORE.json(path / "zarr.json")["attributes"])
         if attrs["kind"] != _KIND:

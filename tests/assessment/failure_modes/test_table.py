@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from workbench.assessment.failure_modes import CRITERIA, FAILURE_MODES, HealthyBand, evaluate_criteria, healthy_bands
-from workbench.assessment.failure_modes.size_ranges import Sizes
+from workbench.assessment.failure_modes.criterion import Sizes
 from workbench.assessment.structure import ALL
 from workbench.assessment.verdict import FIRST_STEP, column_state, summary_of, verdict_of
 

@@ -1,8 +1,14 @@
 """Failure modes of training: their measured criteria, healthy bands, and the confidence of each state."""
 
-from workbench.assessment.failure_modes.criteria_table import CRITERIA, FAILURE_MODES, FailureMode, evaluate_criteria
+from workbench.assessment.failure_modes.criteria_table import (
+    CRITERIA,
+    FAILURE_MODES,
+    FailureMode,
+    band_of,
+    evaluate_criteria,
+    healthy_bands,
+)
 from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, evaluate
-from workbench.assessment.failure_modes.reference import band_of, healthy_bands
 
 __all__ = [
     "CRITERIA",

@@ -4,20 +4,69 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from workbench.assessment.failure_modes.criteria import PILOT, STRUCTURE
-from workbench.assessment.failure_modes.criterion import Criterion, CriterionReading, HealthyBand, evaluate
-from workbench.assessment.failure_modes.reference import healthy_bands
-from workbench.assessment.failure_modes.size_ranges import Sizes
+from workbench.assessment.failure_modes.criterion import (
+    EDGE_OF_SHARE,
+    SCALES,
+    Criterion,
+    CriterionReading,
+    HealthyBand,
+    Sizes,
+    evaluate,
+)
 from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     import xarray as xr
+
+
+#: A band extends beyond the healthy values by this fraction of their range on either side. It was chosen so that a
+#: healthy model of a held-out architecture rarely falls outside (``false_alarms`` in the shipped reference).
+MARGIN = 0.25
+#: The smallest range that healthy values are assumed to have, on their scale.
+_NARROWEST = 0.2
+
+
+def healthy_bands() -> Mapping[str, HealthyBand]:
+    """Return criterion -> band, from the recorded healthy models (``data/make_assessed_designs.py``)."""
+    shipped = json.loads((files("workbench.assessment") / "shipped" / "healthy.json").read_text())
+    return {name: HealthyBand(**band) for name, band in shipped["bands"].items()}
+
+
+def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> HealthyBand:
+    """Return the band around healthy values.
+
+    Args:
+        values: One value per healthy model, in the criterion's unit; values that are not finite (or not positive, on
+            the scale "log") are ignored.
+        scale: Scale of the margin: "linear", "log" or "share".
+        margin: Fraction of the range of the values that is added at either end. A value is failing if its distance from
+            the band exceeds the width of the band.
+
+    Returns:
+        The band with its number of models; an open band of zero models if no value remains.
+    """
+    x = np.asarray(values, dtype=float)
+    x = x[np.isfinite(x) & ((x > 0) | (scale != "log"))]
+    if not len(x):
+        return HealthyBand()
+    there, back = SCALES[scale]
+    x = there(x)
+    width = max(float(np.ptp(x)), _NARROWEST)
+    low, high = float(x.min()) - margin * width, float(x.max()) + margin * width
+    ends = (low, high, low - (high - low), high + (high - low))
+    low, high, failing_low, failing_high = (float(back(np.array(end))) for end in ends)
+    if scale == "share":  # a side at which the band reaches 0 or 1 is open
+        low, failing_low = (limit if limit > EDGE_OF_SHARE else -math.inf for limit in (low, failing_low))
+        high, failing_high = (limit if limit < 1 - EDGE_OF_SHARE else math.inf for limit in (high, failing_high))
+    return HealthyBand(low, high, failing_low, failing_high, len(x), "healthy recorded models")
 
 
 @dataclass(frozen=True)
@@ -110,13 +159,12 @@ def evaluate_criteria(
     rows = [_evaluated(criterion, tree, bands, sizes) for criterion in CRITERIA]
     if "/hardware" in tree.groups:
         rows += _hazards(tree["/hardware"].to_dataset())
-    rows = [row if row.rules_out else _without_confidence(row) for row in rows]
+    # A healthy value of such a criterion does not exclude its failure mode, and so has no confidence.
+    rows = [
+        replace(row, confidence=math.nan) if not row.rules_out and row.state == CriterionState.HEALTHY else row
+        for row in rows
+    ]
     return _criteria(rows), _modes(rows, TOO_SHORT)
-
-
-def _without_confidence(row: EvaluatedCriterion) -> EvaluatedCriterion:
-    """Return a row whose healthy state does not exclude its failure mode, and so has no confidence."""
-    return replace(row, rules_out=False, confidence=math.nan if row.state == CriterionState.HEALTHY else row.confidence)
 
 
 def _evaluated(
@@ -213,12 +261,7 @@ def _closed(limit: float) -> float:
 
 
 def _modes(rows: Iterable[EvaluatedCriterion], why_open: str) -> xr.Dataset:
-    """Return for each mode the worst state of its criteria with sufficient confidence; "not measured" if there is none.
-
-    Args:
-        rows: All criteria.
-        why_open: Reason of a mode whose only measured criteria are healthy and exclude nothing.
-    """
+    """Return for each mode the worst state of its criteria with sufficient confidence, or "not measured"."""
     import xarray as xr
 
     found: list[tuple[CriterionState, float, str, str]] = []
