@@ -28,18 +28,18 @@ See Also:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from workbench.errors import SchemaError, require_listed
-from workbench.option_checks import NonNegativeInt, checked, one_of, publish
+from workbench.option_checks import NonNegativeInt, publish
 from workbench.risk.scores import resamples
 
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = ["by_kind", "delays", "false_alarms", "goals", "harmful", "of_set", "subtle"]
+__all__ = ["by_kind", "false_alarms", "goals", "of_set"]
 
 #: Compared detectors -> column with the step of their first alarm from the onset on.
 DETECTORS = {"all alarms": "first_step", "loss alone": "loss_step", "gradient norm alone": "grad_norm_step"}
@@ -81,75 +81,18 @@ def harmful(runs: xr.Dataset) -> xr.DataArray:
 
     A run is harmed if it diverged, or if at its end the loss exceeded that of the same run without the fault by three
     standard deviations of a mean over 50 steps.
-
-    Args:
-        runs: The table.
-
-    Raises:
-        SchemaError: If the table lacks a column.
-
-    Example:
-        >>> import workbench as wb
-        >>> runs = wb.samples.open("early_warning")
-        >>> bool((runs["kind"][wb.early_warning.harmful(runs)] != "").all())
-        True
-
-    See Also:
-        `workbench.early_warning.subtle`: The runs that were harmed late.
     """
     _need(runs, "start", "is_harmful", "settings_show_it")
     return runs["start"].notnull() & runs["is_harmful"] & ~runs["settings_show_it"]
 
 
-def subtle(runs: xr.Dataset) -> xr.DataArray:
-    """Return which runs were harmed late, bool with dim ``run``.
-
-    Late means more than 500 steps after the onset of the fault, or without a fault.
-
-    Args:
-        runs: The table.
-
-    Raises:
-        SchemaError: If the table lacks a column.
-
-    Example:
-        >>> import workbench as wb
-        >>> runs = wb.samples.open("early_warning")
-        >>> bool(runs["is_harmful"][wb.early_warning.subtle(runs)].all())
-        True
-
-    See Also:
-        `workbench.early_warning.harmful`: All runs that were harmed.
-    """
-    _need(runs, "harm_step", "kind")
-    is_late = (runs["kind"] == "late") & runs["is_harmful"]
-    return harmful(runs) & (runs["harm_step"] - runs["start"] > SUBTLE) | is_late
-
-
-@checked
-def delays(runs: xr.Dataset, *, detector: Annotated[str, one_of(DETECTORS)] = "all alarms") -> xr.DataArray:
-    """Return the number of steps from the onset of the fault to the first alarm, dim ``run``.
+def delays(runs: xr.Dataset, *, detector: str = "all alarms") -> xr.DataArray:
+    """Return the number of steps from the onset of the fault to the first alarm, dim ``run``; NaN if there is none.
 
     Args:
         runs: The table.
         detector: ``"all alarms"``, ``"loss alone"`` or ``"gradient norm alone"``, each with the same total rate of
             false alarms.
-
-    Returns:
-        Number of steps; NaN if there is no fault or no alarm.
-
-    Raises:
-        SchemaError: If the table lacks a column.
-        OptionError: If there is no such detector.
-
-    Example:
-        >>> import workbench as wb
-        >>> runs = wb.samples.open("early_warning")
-        >>> bool((wb.early_warning.delays(runs).dropna("run") >= 0).all())
-        True
-
-    See Also:
-        `workbench.early_warning.by_kind`: Median delays by kind of fault.
     """
     _need(runs, "start", DETECTORS[detector])
     return runs[DETECTORS[detector]] - runs["start"]
@@ -226,8 +169,10 @@ def goals(runs: xr.Dataset, *, seed: NonNegativeInt = 0) -> xr.Dataset:
     """
     import xarray as xr
 
-    _need(runs, "first_cause", "cause", "expected_cause", "family")
-    harm, late = harmful(runs).values, subtle(runs).values
+    _need(runs, "first_cause", "cause", "expected_cause", "family", "harm_step", "kind")
+    harm = harmful(runs).values
+    is_late = (runs["harm_step"] - runs["start"] > SUBTLE).values
+    late = harm & is_late | ((runs["kind"] == "late") & runs["is_harmful"]).values
     harm_step, expected = runs["harm_step"].values, runs["expected_cause"].values
     at_once, later = runs["first_cause"].values == expected, runs["cause"].values == expected
     loss = np.fmin(runs["loss_step"].values, harm_step)
@@ -288,7 +233,7 @@ def by_kind(runs: xr.Dataset) -> xr.Dataset:
         True
 
     See Also:
-        `workbench.early_warning.delays`: The delay of each run.
+        `workbench.early_warning.goals`: Compares the alarms with their goals.
     """
     import xarray as xr
 

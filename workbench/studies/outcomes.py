@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = [
-    "RATES",
     "accuracy_where_both_converge",
     "divergence_rates",
     "divergence_where_both_ran",
