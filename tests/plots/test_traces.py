@@ -74,7 +74,7 @@ def test_an_explosion_leaves_the_view_and_is_noted(trained):
     assert everything.is_logarithmic
     assert not panel.is_logarithmic
     assert panel_of({"none": trained["none"]}, "loss").limits[1] == 1e3
-    cross = next(item for item in next(iter(traces(trained))) if type(item).__name__ == "Scatter")
+    cross = next(item for item in next(iter(traces(trained))) if type(item).__name__ == "Points")
     assert (cross["step"].tolist(), cross["value"].tolist()) == ([12], [4.0])
 
 

@@ -21,7 +21,7 @@ _TICK_FORMATS: dict[str, Callable[[float], str]] = {"plain": "{:g}".format, "per
 class Primitives:
     """Builder of one panel; panels whose axes have equal names are linked."""
 
-    def __init__(self, hv: Any, backend: str, x: str, y: str) -> None:
+    def __init__(self, hv: Any, backend: str, x: Any, y: Any) -> None:
         self.hv, self.backend = hv, backend
         self.is_bokeh = backend == "bokeh"
         self.x, self.y = hv.Dimension(x), hv.Dimension(y)
@@ -42,10 +42,11 @@ class Primitives:
         dash: str = "solid",
         width: float = 1.6,
         label: str = "",
+        tips: Sequence[tuple[str, str]] = (),
     ) -> None:
         """Draw a line through points; NaN interrupts it."""
         curve = self.hv.Curve((np.asarray(x, float), np.asarray(y, float)), self.x, self.y, label=label)
-        self._add(curve, **self._stroke(color, width, dash))
+        self._add(curve, **self._stroke(color, width, dash), **self._hover(tips))
         if label:
             self._legend.append({"label": label, "color": color, "dash": dash, "width": width})
 

@@ -30,6 +30,7 @@ MATPLOTLIB_MARKERS = {
     "diamond": "D",
     "inverted_triangle": "v",
     "star": "*",
+    "x": "X",
 }
 MODEL_DASHES = ("solid", "dashed", "dotted", "dashdot", "solid", "dashed")
 

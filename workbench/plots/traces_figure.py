@@ -14,6 +14,7 @@ from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
 from workbench.plots.layer_profile_figure import LOGARITHMIC
+from workbench.plots.primitives import Primitives, decades
 from workbench.schema.runs import MONITORS, SPECTRA
 from workbench.studies.comparison import SPECTRAL
 
@@ -33,8 +34,8 @@ UNBOUNDED = LOGARITHMIC | {"grad_norm"}
 _WIDE = 20
 #: Smallest fraction of the axis for the runs that converged.
 _LEAST_FRACTION = 0.5
-
-_RATIO = 3.2
+#: Size of a panel and the space between two, in pixels.
+_SIZE, _BETWEEN = (560, 165), 60
 
 
 @checked
@@ -98,18 +99,9 @@ def traces(
     first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)
     span = _padded(first, last, margin=0.02)
     with style.drawing(backend) as hv:
-        draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
-        return style.laid_out(
-            hv,
-            [
-                draw(hv, panel, order, span, is_first=index == 0, is_last=index == len(panels) - 1)
-                for index, panel in enumerate(panels)
-            ],
-            backend,
-            tight=True,
-            vspace=0.55,
-            fig_size=170,
-        )
+        n = len(panels)
+        drawn = [_panel(hv, backend, panel, order, span, n - 1 - index, n) for index, panel in enumerate(panels)]
+        return style.laid_out(hv, drawn, backend)
 
 
 @dataclass(frozen=True)
@@ -281,92 +273,31 @@ def _padded(
     return lowest - space, highest + space
 
 
-def _elements(hv: Any, panel: TracesPanel, places: Sequence[int]) -> list[tuple[int, Trace, Any, Any, Any]]:
-    """Return style number, trace, line, markers (or None) and cross (or None) of each run."""
-    elements = []
+def _panel(
+    hv: Any, backend: str, panel: TracesPanel, places: Sequence[int], span: tuple[float, float], n_below: int, n: int
+) -> Any:
+    """Draw one variable; ``n_below`` of the ``n`` panels are below it."""
+    draw = Primitives(hv, backend, "step", hv.Dimension("value", label=panel.title))
     for place, line in zip(places, panel.lines, strict=True):
-        dims = hv.Dimension("step"), hv.Dimension("value", label=panel.title)
-        curve = hv.Curve(line.columns, *dims, label=line.label)
-        dots = hv.Scatter(line.columns, *dims, label=line.label) if line.has_markers else None
-        cross = None
+        look, columns = style.model_style(place), line.columns
+        at, color = (columns["step"], columns["value"]), look["color"]
+        tips = [("", line.label), ("step", "@step"), (panel.title, "@value")]
+        lines_tips = () if line.has_markers else tips
+        draw.line(*at, color=color, dash=look["dash"], width=1.5, label=line.label, tips=lines_tips)
+        if line.has_markers:
+            draw.dots(*at, color=color, marker=look["marker"], size=6, tips=tips)
         if line.cross is not None:
             step, value = line.cross
-            where = {"step": [step], "value": [min(value, panel.limits[1])]}
-            cross = hv.Scatter(where, *dims, label=line.label)
-        elements.append((place, line, curve, dots, cross))
-    return elements
-
-
-def _draw_bokeh(
-    hv: Any, panel: TracesPanel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
-) -> Any:
-    parts = []
-    for place, line, curve, dots, cross in _elements(hv, panel, places):
-        styling = style.model_style(place)
-        options = {"color": styling["color"], "backend": "bokeh"}
-        hover = {"tools": ["hover"], "hover_tooltips": [("", line.label), ("step", "@step"), (panel.title, "@value")]}
-        parts.append(curve.opts(line_dash=styling["dash"], line_width=1.5, **({} if dots else hover), **options))
-        if dots:
-            parts.append(dots.opts(marker=styling["marker"], size=6, **hover, **options))
-        if cross:
-            parts.append(cross.opts(marker="x", size=12, line_width=2.4, **options))
-    hooks = [style.dress_bokeh, style.bare_bokeh((is_last, True))]
-    if panel.is_logarithmic:
-        hooks.append(style.log_ticks_bokeh)
-    if panel.note:
-        hooks.append(style.note_bokeh(panel.note))
-    return hv.Overlay(parts).opts(
+            draw.dots([step], [min(value, panel.limits[1])], color=color, marker="x", size=12)
+    return draw.panel(
         title=capitalized(panel.title),
-        xlim=span,
-        ylim=panel.view,
-        logy=panel.is_logarithmic,
-        xlabel="step",
-        ylabel="",
-        frame_width=560,
-        frame_height=165,
-        show_grid=True,
-        show_legend=is_first,
-        legend_position="right",
-        default_tools=[],
-        tools=["pan", "xwheel_zoom", "box_zoom", "reset", "save"],
-        active_tools=[],
-        hooks=hooks,
-        backend="bokeh",
-    )
-
-
-def _draw_matplotlib(
-    hv: Any, panel: TracesPanel, places: Sequence[int], span: tuple[float, float], *, is_first: bool, is_last: bool
-) -> Any:
-    parts = []
-    for place, _, curve, dots, cross in _elements(hv, panel, places):
-        styling = style.model_style(place)
-        parts.append(curve.opts(color=styling["color"], linestyle=styling["dash"], linewidth=1.2, backend="matplotlib"))
-        if dots:
-            marker = style.MATPLOTLIB_MARKERS[styling["marker"]]
-            parts.append(
-                dots.opts(color=styling["color"], marker=marker, s=18, edgecolors="none", backend="matplotlib")
-            )
-        if cross:
-            # The marker is filled: holoviews sets an edge color, and matplotlib warns if the marker has no face.
-            parts.append(cross.opts(marker="X", s=70, color=styling["color"], edgecolors="none", backend="matplotlib"))
-    hooks = [style.dress_matplotlib, style.title_matplotlib(capitalized(panel.title), note=panel.note)]
-    if panel.is_logarithmic:
-        hooks.append(style.log_ticks_matplotlib(_RATIO))
-    if is_first:
-        labels = {line.label: place for line, place in zip(panel.lines, places, strict=True)}
-        hooks.append(style.legend_matplotlib(labels, has_markers=False))
-    return hv.Overlay(parts).opts(
-        title="",
-        xlim=span,
-        ylim=panel.view,
-        logy=panel.is_logarithmic,
-        xlabel="step",
-        ylabel="",
-        xaxis="bottom" if is_last else "bare",
-        show_legend=False,
-        aspect=_RATIO,
-        fig_inches=(6.8, 2.2),
-        hooks=hooks,
-        backend="matplotlib",
+        note=panel.note.split("; "),
+        view=(span, panel.view),
+        size=_SIZE,
+        names=("step", ""),
+        ticks=(None, decades(*panel.view, n_most=5) if panel.is_logarithmic else None),
+        is_log=(False, panel.is_logarithmic),
+        legend=n_below == n - 1,
+        bare=(n_below > 0, False),
+        at=(0, n_below * (_SIZE[1] + _BETWEEN)),
     )
