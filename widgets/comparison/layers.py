@@ -6,7 +6,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from bokeh.models import LogScale, Range1d, TapTool
+from bokeh.models import BasicTicker, LogScale, Range1d, TapTool
 
 from workbench.errors import OptionError
 from workbench.plots import layer_profile
@@ -128,6 +128,8 @@ class MeasurePanel:
         self._markers = dict(zip(spectra, parts[1::2], strict=True))
         self.sources: dict[str, ColumnDataSource] = {name: part["source"] for name, part in self._markers.items()}
         self.figure.add_tools(TapTool())
+        for axis in self.figure.xaxis:
+            axis.ticker = BasicTicker(num_minor_ticks=0)
         for part in self._markers.values():  # holoviews writes a constant if all values are equal
             part["glyph_renderer"].glyph.fill_alpha = "fill"
 

@@ -163,7 +163,7 @@ def _view(edges: Sequence[EdgeCurve]) -> tuple[list[float], float, tuple[float, 
 
 def _panel(draw: Primitives, edges: Sequence[EdgeCurve], order: Sequence[int], below: float) -> Any:
     rates, start, span = _view(edges)
-    draw.line(span, [below, below], color=style.NEUTRAL, dash="dashed", width=1)
+    draw.rule(below, dash="dashed")
     heights = spread([edge.columns["fraction"][-1] for edge in edges], _LABEL_GAP)
     for edge, x, height, place in zip(
         edges, dodged([edge.columns["learning_rate"] for edge in edges]), heights, order, strict=True

@@ -11,6 +11,7 @@ from workbench.option_checks import NonNegativeInt, PositiveInt, checked, one_of
 from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
+from workbench.plots.primitives import Primitives, decades, padded
 from workbench.plots.spectra_inputs import given_name, named_spectra
 from workbench.schema.runs import SPECTRA
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
 DEFAULT_MEASURES = ("near_unit_mass", "spectral_radius", "eigenvector_condition", "nonlinearity_ratio")
+#: Size of a panel in pixels.
+_SIZE = (300, 175)
 LOGARITHMIC = frozenset({"eigenvector_condition", "kreiss_constant", "covariance_condition"})
 #: Measure -> the value that separates decay from growth.
 REFERENCE = {"spectral_radius": 1.0, "energy_gain": 1.0, "kreiss_constant": 1.0}
@@ -84,13 +87,21 @@ def layer_profile(
     order = dict(zip(models, style.model_places(names, places), strict=True))
     with style.drawing(backend) as hv:
         legend_at = min(columns, len(measures)) - 1 if len(models) > 1 or step is not None else -1
+        n_rows = -(-len(measures) // columns)
         panels = [
             _panel(
-                hv, models, measure, measures, order=order, depth=depth, has_legend=index == legend_at, backend=backend
+                hv,
+                backend,
+                models,
+                measure,
+                order=order,
+                depth=depth,
+                has_legend=index == legend_at,
+                at=(index % columns * (_SIZE[0] + 75), (n_rows - 1 - index // columns) * (_SIZE[1] + 110)),
             )
             for index, measure in enumerate(measures)
         ]
-        return style.laid_out(hv, panels, backend, n_columns=columns, tight=True, hspace=0.3, vspace=0.75)
+        return style.laid_out(hv, panels, backend, n_columns=columns)
 
 
 def measure_columns(spectra: xr.Dataset, measure: str, *, depth: str = "index") -> dict[str, np.ndarray]:
@@ -121,84 +132,56 @@ def remark(models: Mapping[str, xr.Dataset], measure: str) -> str:
 
 def _panel(
     hv: Any,
+    backend: str,
     models: Mapping[str, xr.Dataset],
     measure: str,
-    measures: Sequence[str],
     *,
     order: Mapping[str, int],
     depth: str,
     has_legend: bool,
-    backend: str,
+    at: tuple[int, int],
 ) -> Any:
+    title = SPECTRA[measure].long_name
     x = hv.Dimension("depth", label="layer" if depth == "index" else "depth (0: first layer, 1: last layer)")
-    y = hv.Dimension(measure, label=SPECTRA[measure].long_name)
-    elements = []
-    is_bokeh = backend == "bokeh"
+    draw = Primitives(hv, backend, x, hv.Dimension(measure, label=title))
+    drawn = [measure_columns(data, measure, depth=depth) for data in models.values()]
     if measure in REFERENCE:
-        rule = hv.HLine(REFERENCE[measure])
-        width = {"line_width": 1} if is_bokeh else {"linewidth": 0.8}
-        elements.append(rule.opts(color=style.NEUTRAL, **width, backend=backend))
-    for name, data in models.items():
-        styling = style.model_style(order[name])
-        columns = measure_columns(data, measure, depth=depth)
-        line = hv.Curve(columns, x, y, label=name)
-        if is_bokeh:
-            elements.append(
-                line.opts(color=styling["color"], line_dash=styling["dash"], line_width=1.8, backend=backend)
-            )
-            elements.append(
-                hv.Scatter(columns, x, [y, "layer", "fill"], label=name).opts(
-                    color=styling["color"],
-                    marker=styling["marker"],
-                    fill_alpha=hv.dim("fill"),
-                    size=8,
-                    line_width=1.4,
-                    tools=["hover"],
-                    hover_tooltips=[("", name), ("layer", "@layer"), (SPECTRA[measure].long_name, f"@{measure}")],
-                    backend=backend,
-                )
-            )
-        else:
-            elements.append(
-                line.opts(color=styling["color"], linestyle=styling["dash"], linewidth=1.5, backend=backend)
-            )
-            marker = style.MATPLOTLIB_MARKERS[styling["marker"]]
-            for inside, chosen in ((styling["color"], columns["fill"] > 0), ("none", columns["fill"] == 0)):
-                part = {key: np.asarray(column)[chosen] for key, column in columns.items()}
-                dots = hv.Scatter(part, x, [y, "layer", "fill"], label=name)
-                edge = {"edgecolors": styling["color"], "linewidth": 1.1}
-                elements.append(dots.opts(color=inside, marker=marker, s=26, **edge, backend=backend))
-    note = remark(models, measure)
-    has_notes = any(remark(models, other) for other in measures)
-    view = {"logy": _is_logarithmic(models, measure), "xlabel": x.label, "ylabel": "", "padding": 0.08}
-    if is_bokeh:
-        hooks = [style.dress_bokeh, _layer_ticks_bokeh] if depth == "index" else [style.dress_bokeh]
-        if has_notes:
-            hooks.append(style.note_bokeh(note or " "))
-        view |= {"show_legend": has_legend}
-        if has_legend:
-            view |= {"legend_position": "right"}
-        return hv.Overlay(elements).opts(
-            **view,
-            title=capitalized(SPECTRA[measure].long_name),
-            frame_width=300,
-            frame_height=175,
-            show_grid=True,
-            default_tools=[],
-            tools=["pan", "wheel_zoom", "box_zoom", "reset", "save"],
-            active_tools=[],
-            hooks=hooks,
-            backend=backend,
+        draw.rule(REFERENCE[measure])
+    for name, columns in zip(models, drawn, strict=True):
+        look, place = style.model_style(order[name]), (columns["depth"], columns[measure])
+        tips = [("", name), ("layer", "@layer"), (title, f"@{measure}")]
+        draw.line(*place, color=look["color"], dash=look["dash"], width=1.8, label=name)
+        draw.dots(
+            *place,
+            color=look["color"],
+            marker=look["marker"],
+            is_hollow=columns["fill"] == 0,
+            columns={"layer": columns["layer"]},
+            tips=tips,
+            label=name,
         )
-    hooks = [style.dress_matplotlib, style.title_matplotlib(capitalized(SPECTRA[measure].long_name), note=note)]
-    if depth == "index":
-        hooks.append(_layer_ticks_matplotlib)
-    if view["logy"]:
-        hooks.append(style.log_ticks_matplotlib(1.8))
-    if has_legend:
-        hooks.append(style.legend_matplotlib(order))
-    return hv.Overlay(elements).opts(
-        **view, show_legend=False, title="", aspect=1.8, fig_inches=(4, 2.3), hooks=hooks, backend=backend
+    depths, values = (np.concatenate([columns[key] for columns in drawn]) for key in ("depth", measure))
+    values = np.append(values[np.isfinite(values)], [REFERENCE[measure]] if measure in REFERENCE else [])
+    values = values if len(values) else np.array([0.0, 1.0])
+    is_log = _is_logarithmic(models, measure)
+    view = (
+        padded(depths.min(), depths.max()),
+        padded(values.min(), values.max(), is_logarithmic=is_log, margin=0.08),
+    )
+    n_layers = len(np.unique(depths))
+    return draw.panel(
+        title=capitalized(title),
+        note=remark(models, measure).split("; "),
+        view=view,
+        size=_SIZE,
+        names=(x.label, ""),
+        ticks=(
+            np.unique(depths)[:: -(-n_layers // 9)].tolist() if depth == "index" else None,
+            (decades(*view[1], n_most=5) or None) if is_log else None,
+        ),
+        is_log=(False, is_log),
+        legend=has_legend,
+        at=at,
     )
 
 
@@ -206,14 +189,3 @@ def _is_logarithmic(models: Mapping[str, xr.Dataset], measure: str) -> bool:
     values = np.concatenate([data[measure].values.astype(float) for data in models.values()])
     values = values[np.isfinite(values)]
     return measure in LOGARITHMIC and len(values) > 0 and bool((values > 0).all())
-
-
-def _layer_ticks_bokeh(plot: Any, element: Any) -> None:
-    from bokeh.models import BasicTicker
-
-    for axis in plot.state.xaxis:
-        axis.ticker = BasicTicker(min_interval=1, num_minor_ticks=0)
-
-
-def _layer_ticks_matplotlib(plot: Any, element: Any) -> None:
-    plot.handles["axis"].xaxis.get_major_locator().set_params(integer=True)

@@ -50,6 +50,11 @@ class Primitives:
         if label:
             self._legend.append({"label": label, "color": color, "dash": dash, "width": width})
 
+    def rule(self, at: float, *, is_vertical: bool = False, dash: str = "solid") -> None:
+        """Draw a gray line through the whole frame."""
+        rule = (self.hv.VLine if is_vertical else self.hv.HLine)(at)
+        self._add(rule, **self._stroke(style.NEUTRAL, 1, dash))
+
     def band(self, x: Any, low: Any, high: Any, *, color: str, alpha: float = 0.18) -> None:
         """Fill the area between two lines, except where either is NaN."""
         x, low, high = (np.asarray(column, float) for column in (x, low, high))
@@ -113,7 +118,7 @@ class Primitives:
         marker: str = "circle",
         size: float = 8,
         alpha: float = 1.0,
-        is_hollow: bool = False,
+        is_hollow: bool | np.ndarray = False,
         columns: Mapping[str, Any] | None = None,
         tips: Sequence[tuple[str, str]] = (),
         label: str = "",
@@ -128,19 +133,29 @@ class Primitives:
             marker: One of the names in `style.MODEL_MARKERS`.
             size: Diameter in pixels.
             alpha: Opacity.
-            is_hollow: Whether to draw only the edge.
+            is_hollow: Whether to draw only the edge, of all markers or of each.
             columns: Further columns, for ``tips``.
             tips: Lines of the tooltip; without any there is no tooltip.
             label: Entry in the legend.
         """
         columns = dict(columns or {})
+        if isinstance(is_hollow, np.ndarray):
+            if self.is_bokeh:
+                columns["fill"] = np.where(is_hollow, 0.0, 1.0)
+            else:  # matplotlib draws either kind by itself
+                for chosen in (~is_hollow, is_hollow):
+                    part = {"color": color, "edge": edge, "marker": marker, "size": size, "alpha": alpha}
+                    at = np.asarray(x, float)[chosen], np.asarray(y, float)[chosen]
+                    self.dots(*at, **part, is_hollow=chosen is is_hollow, label="" if chosen is is_hollow else label)
+                return
         data = {str(self.x): np.asarray(x, float), str(self.y): np.asarray(y, float)} | columns
         points = self.hv.Points(data, [self.x, self.y], list(columns), label=label)
         rim = edge or color
         if self.is_bokeh:
             size *= 1.35 if marker == "diamond" else 1.0  # the diamonds of bokeh are narrow
             styling = {"fill_color": color, "line_color": rim, "marker": marker, "size": size, "line_width": 1.5}
-            styling |= {"fill_alpha": 0.0 if is_hollow else alpha, "line_alpha": alpha}
+            fill = self.hv.dim("fill") if isinstance(is_hollow, np.ndarray) else 0.0 if is_hollow else alpha
+            styling |= {"fill_alpha": fill, "line_alpha": alpha}
         else:
             styling = {"marker": style.MATPLOTLIB_MARKERS[marker], "s": (0.62 * size) ** 2, "linewidth": 1.1}
             styling |= {"facecolors": "none" if is_hollow else color, "edgecolors": rim, "alpha": alpha}
@@ -270,6 +285,15 @@ def flowed(phrases: Sequence[str], *, n_characters: float) -> str:
         else:
             lines.append(phrase)
     return "\n".join(lines)
+
+
+def padded(lowest: float, highest: float, *, is_logarithmic: bool = False, margin: float = 0.06) -> tuple[float, float]:
+    """Return the range with a relative margin, so that no line coincides with the frame."""
+    if is_logarithmic:
+        factor = (highest / lowest) ** margin
+        return lowest / factor, highest * factor
+    space = margin * (highest - lowest) or 0.5 * abs(highest) or 0.5
+    return lowest - space, highest + space
 
 
 def decades(low: float, high: float, *, n_most: int = 7) -> list[float]:

@@ -14,7 +14,7 @@ from workbench.plots import style
 from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
 from workbench.plots.layer_profile_figure import LOGARITHMIC
-from workbench.plots.primitives import Primitives, decades
+from workbench.plots.primitives import Primitives, decades, padded
 from workbench.schema.runs import MONITORS, SPECTRA
 from workbench.studies.comparison import SPECTRAL
 
@@ -97,7 +97,7 @@ def traces(
     ]
     steps = np.concatenate([line.step for panel in panels for line in panel.lines])
     first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)
-    span = _padded(first, last, margin=0.02)
+    span = padded(first, last, margin=0.02)
     with style.drawing(backend) as hv:
         n = len(panels)
         drawn = [_panel(hv, backend, panel, order, span, n - 1 - index, n) for index, panel in enumerate(panels)]
@@ -235,7 +235,7 @@ class TracesPanel:
     @property
     def view(self) -> tuple[float, float]:
         """Range of the axis."""
-        return _padded(*self.limits, is_logarithmic=self.is_logarithmic)
+        return padded(*self.limits, is_logarithmic=self.is_logarithmic)
 
     @property
     def title(self) -> str:
@@ -262,17 +262,6 @@ def _numbers(values: xr.DataArray) -> np.ndarray:
     return values.transpose("step").values.astype(float)
 
 
-def _padded(
-    lowest: float, highest: float, *, is_logarithmic: bool = False, margin: float = 0.06
-) -> tuple[float, float]:
-    """Return the range with a relative margin, so that no line coincides with the frame."""
-    if is_logarithmic:
-        factor = (highest / lowest) ** margin
-        return lowest / factor, highest * factor
-    space = margin * (highest - lowest) or 0.5 * abs(highest) or 0.5
-    return lowest - space, highest + space
-
-
 def _panel(
     hv: Any, backend: str, panel: TracesPanel, places: Sequence[int], span: tuple[float, float], n_below: int, n: int
 ) -> Any:
@@ -295,7 +284,7 @@ def _panel(
         view=(span, panel.view),
         size=_SIZE,
         names=("step", ""),
-        ticks=(None, decades(*panel.view, n_most=5) if panel.is_logarithmic else None),
+        ticks=(None, (decades(*panel.view, n_most=5) or None) if panel.is_logarithmic else None),
         is_log=(False, panel.is_logarithmic),
         legend=n_below == n - 1,
         bare=(n_below > 0, False),
