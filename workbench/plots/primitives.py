@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.formatting import percent
-from workbench.plots import frames, style
+from workbench.plots import style
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
 
 #: Width of a letter of the notes, which may extend beyond the frame below the legend.
 _PIXELS_A_LETTER = 5.4
@@ -50,10 +51,9 @@ class Primitives:
         if label:
             self._legend.append({"label": label, "color": color, "dash": dash, "width": width})
 
-    def rule(self, at: float, *, is_vertical: bool = False, dash: str = "solid") -> None:
-        """Draw a gray line through the whole frame."""
-        rule = (self.hv.VLine if is_vertical else self.hv.HLine)(at)
-        self._add(rule, **self._stroke(style.NEUTRAL, 1, dash))
+    def rule(self, at: float, *, dash: str = "solid") -> None:
+        """Draw a horizontal gray line through the whole frame."""
+        self._add(self.hv.HLine(at), **self._stroke(style.NEUTRAL, 1, dash))
 
     def band(self, x: Any, low: Any, high: Any, *, color: str, alpha: float = 0.18) -> None:
         """Fill the area between two lines, except where either is NaN."""
@@ -192,7 +192,7 @@ class Primitives:
             self._add(word, **styling, text_font_style=weight)
         else:
             styling = {"horizontalalignment": align, "verticalalignment": valign, "color": color, "size": size}
-            hook = frames.weight_matplotlib(weight)
+            hook = weight_matplotlib(weight)
             self._add(word, **styling, hooks=[hook])
 
     def panel(
@@ -239,16 +239,16 @@ class Primitives:
             hooks = [
                 style.dress_bokeh,
                 style.bare_bokeh((not bare[0], not bare[1])),
-                frames.axes_bokeh(formats, is_log),
+                axes_bokeh(formats, is_log),
             ]
-            hooks += [frames.frame_bokeh(grid, bounds)] + ([style.note_bokeh(note)] if note else [])
+            hooks += [frame_bokeh(grid, bounds)] + ([style.note_bokeh(note)] if note else [])
             styling |= {"title": title, "frame_width": size[0], "frame_height": size[1], "show_grid": grid}
             styling |= {"show_legend": legend, "default_tools": [], "active_tools": [], "hooks": hooks}
             styling |= {"legend_position": "right"} if legend else {}
             return overlay.opts(tools=["pan", "xwheel_zoom", "box_zoom", "reset", "save"], **styling)
-        hooks = [style.dress_matplotlib, frames.head_matplotlib(title, note), frames.axes_matplotlib(ticks, formats)]
-        hooks += [frames.frame_matplotlib(grid, bounds, (*at, *size)), frames.bare_matplotlib(bare)]
-        hooks += [frames.legend_matplotlib(self._legend)] if legend else []
+        hooks = [style.dress_matplotlib, head_matplotlib(title, note), axes_matplotlib(ticks, formats)]
+        hooks += [frame_matplotlib(grid, bounds, (*at, *size)), bare_matplotlib(bare)]
+        hooks += [legend_matplotlib(self._legend)] if legend else []
         styling |= {"title": "", "show_legend": False, "aspect": size[0] / size[1]}
         return overlay.opts(hooks=hooks, **styling)
 
@@ -312,3 +312,146 @@ def _worded(places: Any, form: str) -> Any:
     if places is None or (len(places) and isinstance(places[0], tuple)):
         return places
     return [(float(at), _TICK_FORMATS[form](at)) for at in places]
+
+
+#: Number of pixels of a bokeh frame that correspond to one inch of a matplotlib figure.
+PIXELS_AN_INCH = 100
+
+
+def axes_bokeh(formats: tuple[str, str], is_log: tuple[bool, bool]) -> Callable[..., None]:
+    """Return a holoviews hook: percent or plain numbers where bokeh chooses the ticks."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from bokeh.models import BasicTickFormatter, FixedTicker, NumeralTickFormatter
+
+        for axes, form, is_logarithmic in zip((plot.state.xaxis, plot.state.yaxis), formats, is_log, strict=True):
+            for axis in axes:
+                if isinstance(axis.ticker, FixedTicker):
+                    continue
+                if form == "percent":
+                    axis.formatter = NumeralTickFormatter(format="0%")
+                elif is_logarithmic:
+                    axis.formatter = BasicTickFormatter(power_limit_high=6, power_limit_low=-6)
+
+    return hook
+
+
+def frame_bokeh(grid: bool, bounds: tuple[float, float] | None) -> Callable[..., None]:
+    """Return a holoviews hook: the grid, the length of the horizontal axis, and the legend at the top of the frame."""
+
+    def hook(plot: Any, element: Any) -> None:
+        figure = plot.state
+        figure.min_border_right = 24  # without it, the last number is moved to the left of its tick
+        for rules in figure.grid:
+            rules.visible = grid
+        for axis in figure.xaxis:
+            axis.bounds = bounds or "auto"
+        for legend in figure.legend:
+            legend.location = "top_left"
+
+    return hook
+
+
+def axes_matplotlib(ticks: tuple[Any, Any], formats: tuple[str, str]) -> Callable[..., None]:
+    """Return a holoviews hook: percent or plain numbers, and no minor ticks if the ticks are given."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.ticker import NullFormatter, NullLocator, PercentFormatter, StrMethodFormatter
+
+        frame = plot.handles["axis"]
+        for axis, at, form in zip((frame.xaxis, frame.yaxis), ticks, formats, strict=True):
+            axis.set_minor_formatter(NullFormatter())
+            if at is not None:
+                axis.set_minor_locator(NullLocator())
+            elif form == "percent":
+                axis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+            else:
+                axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+
+    return hook
+
+
+def frame_matplotlib(
+    grid: bool, bounds: tuple[float, float] | None, box: tuple[int, int, int, int]
+) -> Callable[..., None]:
+    """Return a holoviews hook: the grid, the length of the horizontal axis, and the position of the frame.
+
+    The position may be outside of the figure, which is cropped to its content when it is rendered.
+    """
+
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.transforms import Bbox
+
+        frame = plot.handles["axis"]
+        if not grid:
+            frame.grid(visible=False)
+        if bounds is not None:
+            frame.spines["bottom"].set_bounds(*bounds)
+        frame.set_aspect("auto")
+        frame.set_box_aspect(None)
+        inches = Bbox.from_bounds(*(side / PIXELS_AN_INCH for side in box))
+        # Evaluated when the figure is drawn, because holoviews changes the size of the figure after the hooks.
+        frame.set_axes_locator(
+            lambda axes, renderer: inches.transformed(axes.figure.dpi_scale_trans + axes.figure.transFigure.inverted())
+        )
+
+    return hook
+
+
+def bare_matplotlib(bare: tuple[bool, bool]) -> Callable[..., None]:
+    """Return a holoviews hook: no label and no numbers along the x axis, the y axis or both."""
+
+    def hook(plot: Any, element: Any) -> None:
+        frame = plot.handles["axis"]
+        for axis, is_bare, word in zip((frame.xaxis, frame.yaxis), bare, ("bottom", "left"), strict=True):
+            if is_bare:
+                axis.label.set_text("")
+                frame.tick_params(**{f"label{word}": False})
+
+    return hook
+
+
+def head_matplotlib(title: str, note: str) -> Callable[..., None]:
+    """Return a holoviews hook: a title and, between it and the frame, the lines of the note in small type."""
+
+    def hook(plot: Any, element: Any) -> None:
+        style.title_matplotlib(title, note=note)(plot, element)
+        pad = 8 + 13 * (note.count("\n") + 1 if note else 0)  # some symbols in the notes are taller than letters
+        styling = {"fontsize": style.TITLE_SIZE, "fontweight": "bold", "color": style.INK}
+        plot.handles["axis"].set_title(title, loc="left", pad=pad, **styling)
+
+    return hook
+
+
+def weight_matplotlib(weight: str) -> Callable[..., None]:
+    """Return a holoviews hook: the font weight of text."""
+
+    def hook(plot: Any, element: Any) -> None:
+        for artist in np.ravel(plot.handles.get("artist", [])):
+            artist.set_fontweight(weight)
+
+    return hook
+
+
+def legend_matplotlib(entries: Sequence[Mapping[str, Any]]) -> Callable[..., None]:
+    """Return a holoviews hook: a legend to the right of the frame; entries with the same label are merged."""
+
+    def hook(plot: Any, element: Any) -> None:
+        from matplotlib.lines import Line2D
+
+        styles: dict[str, dict[str, Any]] = {}
+        for entry in entries:
+            styling = styles.setdefault(entry["label"], {"linestyle": "none", "color": entry["color"]})
+            if "dash" in entry:
+                styling |= {"linestyle": entry["dash"], "linewidth": 0.8 * entry["width"]}
+            else:
+                styling |= {"marker": style.MATPLOTLIB_MARKERS[entry["marker"]], "markersize": 6}
+                styling |= {"markeredgecolor": entry["edge"]}
+                styling |= {"markerfacecolor": "none" if entry["hollow"] else entry["color"]}
+        handles = [Line2D([], [], label=label, **styling) for label, styling in styles.items()]
+        place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1.0), "frameon": False}
+        plot.handles["axis"].legend(
+            handles=handles, fontsize=style.TICK_SIZE, labelcolor=style.INK, handlelength=2.8, **place
+        )
+
+    return hook
