@@ -80,7 +80,9 @@ def test_a_pipe_in_a_folder_is_not_waited_for(edited, name):
     assert about(name, folder / name)(rejection(folder))
 
 
-@pytest.mark.parametrize("text", ["null", "[]", "1", "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "\ud800"])
+@pytest.mark.parametrize(
+    "text", ["null", "[]", "1", '"x"', "", "\0", "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "\ud800"]
+)
 def test_a_configuration_that_is_none_is_rejected(edited, text):
     folder = edited("llama")
     (folder / "config.json").write_bytes(text.encode(errors="surrogatepass"))

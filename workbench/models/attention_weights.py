@@ -21,7 +21,7 @@ from workbench.models.batches import Batches
 from workbench.models.calling import on_device_of
 from workbench.models.column_matching import Columns, ColumnSource, NormStep, find_columns, first_token_columns
 from workbench.models.device_numbers import on_device
-from workbench.models.layout import BATCH_FIRST, BatchLayout
+from workbench.models.layout import BATCH_FIRST, BatchLayout, values_of
 from workbench.models.readable_weights import read_parameter, readable
 from workbench.models.site import Site
 from workbench.models.streaming import with_weights
@@ -44,27 +44,18 @@ if TYPE_CHECKING:
 class WeightRecipe:
     """Recipe to read the current weight of each head at any time, without a forward pass.
 
-    Attributes:
-        parameter: Path of the parameter in the model.
-        axis: Axis of the parameter that counts outputs.
-        index: Indices along that axis, int64, shape (head, head_dim).
-        bias: Path of the bias; None if there is none.
-        bias_index: Indices into the bias, shape (head, head_dim); None if there is no bias.
-        norm: Norm between projection and scores; None if there is none.
-        inner: Map before this one, for low-rank projections, whose index has shape (1, rank); None if there is none.
-        inner_norm: Norm between the two maps; None if there is none.
-        is_module: Whether parameter and bias are the path of a module, such as an adapter that is not merged. Its
-            matrix is computed by running it on the unit vectors.
+    If ``is_module``, parameter and bias are the path of a module, such as an adapter that is not merged. Its matrix is
+    computed by running it on the unit vectors.
     """
 
-    parameter: str
-    axis: int
-    index: Tensor
-    bias: str | None = None
-    bias_index: Tensor | None = None
-    norm: NormStep | None = None
-    inner: WeightRecipe | None = None
-    inner_norm: NormStep | None = None
+    parameter: str  # path of the parameter in the model
+    axis: int  # axis of the parameter that counts outputs
+    index: Tensor  # indices along that axis, int64, shape (head, head_dim)
+    bias: str | None = None  # path of the bias
+    bias_index: Tensor | None = None  # indices into the bias, shape (head, head_dim)
+    norm: NormStep | None = None  # norm between projection and scores
+    inner: WeightRecipe | None = None  # map before this one, for low-rank projections, whose index has shape (1, rank)
+    inner_norm: NormStep | None = None  # norm between the two maps
     is_module: bool = False
 
     def read(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -135,17 +126,11 @@ class QueryKey:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A site whose weights cannot be read.
+    """A site whose weights cannot be read."""
 
-    Attributes:
-        layer: Index of the site.
-        site: Name of the site.
-        reason: Why, in one sentence.
-    """
-
-    layer: int
-    site: str
-    reason: str
+    layer: int  # index of the site
+    site: str  # name of the site
+    reason: str  # one sentence
 
 
 @with_weights
@@ -194,10 +179,15 @@ def query_key_weights(
             readings = trace_blocks(model, varied, anatomy, _read_block)
         except (SnapshotError, RuntimeError, ValueError, IndexError, TypeError, KeyError):  # the model may reject them
             readings = trace_blocks(model, inputs, anatomy, _read_block)
-    return [
-        _finish(model, layer, site, reading)
-        for (layer, site), reading in zip(enumerate(anatomy.sites), readings, strict=True)
-    ]
+    found: list[QueryKey | Unreadable] = []
+    for (layer, site), reading in zip(enumerate(anatomy.sites), readings, strict=True):
+        if isinstance(reading, str):
+            found.append(Unreadable(layer, site.name, reading))
+            continue
+        (query, query_bias), (key, key_bias) = reading.query.read(model), reading.key.read(model)
+        where = reading.layout, reading.notes, reading.query, reading.key
+        found.append(QueryKey(layer, site.name, query, key, query_bias, key_bias, *where))
+    return found
 
 
 @dataclass(frozen=True)
@@ -208,16 +198,6 @@ class _Reading:
     key: WeightRecipe
     layout: str
     notes: str
-
-
-def _finish(model: nn.Module, layer: int, site: Site, reading: _Reading | str) -> QueryKey | Unreadable:
-    if isinstance(reading, str):
-        return Unreadable(layer, site.name, reading)
-    query, query_bias = reading.query.read(model)
-    key, key_bias = reading.key.read(model)
-    return QueryKey(
-        layer, site.name, query, key, query_bias, key_bias, reading.layout, reading.notes, reading.query, reading.key
-    )
 
 
 def _read_block(layer: int, site: Site, trace: BlockTrace) -> _Reading | str:
@@ -416,18 +396,11 @@ _LENGTHS = (11, 13, 7, 17, 19)
 
 
 def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRST) -> Any:
-    """Return inputs like the given ones, with twelve different examples.
+    """Return inputs like the given ones, with twelve different examples; the same ones in every call.
 
     Token ids are drawn from those given. Their length divides no dimension of the model's weights, so that shapes are
-    unambiguous. Masks become ones. Other tensors are repeated with 10 % noise.
-
-    Args:
-        model: Model that the inputs are for.
-        inputs: Inputs as for `call_model`.
-        layout: Layout of the inputs; if the axis that counts sequences is unknown, they are returned unchanged.
-
-    Returns:
-        Inputs of the same structure. They are deterministic, and the global random state is not used.
+    unambiguous. Masks become ones. Other tensors are repeated with 10 % noise. Inputs whose axis of sequences is
+    unknown are returned unchanged.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = {size for p in model.parameters() for size in p.shape}
@@ -435,7 +408,8 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRS
     axis = layout.inputs
     if axis is None:
         return inputs
-    n_given = _n_examples(inputs, axis)
+    given = [value for value in values_of(inputs) if isinstance(value, Tensor) and value.ndim > axis]
+    n_given = given[0].shape[axis] if given else 0
 
     # The embedding of padding is 0, so that no state could be told from another one by its direction.
     padding = {m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None}
@@ -479,10 +453,3 @@ def _draw(tokens: Tensor, n_tokens: int, generator: torch.Generator, padding: se
     firsts = firsts[torch.arange(_N_EXAMPLES) % len(firsts)]
     rest = known[torch.randint(len(known), (_N_EXAMPLES, n_tokens - 1), generator=generator)]
     return torch.cat([firsts[:, None], rest], dim=1).to(tokens)
-
-
-def _n_examples(inputs: Any, axis: int) -> int:
-    values = (
-        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
-    )
-    return next((value.shape[axis] for value in values if isinstance(value, Tensor) and value.ndim > axis), 0)

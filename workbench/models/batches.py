@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import SnapshotError
-from workbench.models.layout import BATCH_FIRST, BatchLayout
+from workbench.models.layout import BATCH_FIRST, BatchLayout, values_of
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -31,12 +31,7 @@ class HasProbe(Protocol):
 
 
 def inputs_of(source: Any, n_tokens: int = TOKENS_OF_A_TASK) -> Any:
-    """Return the inputs themselves, or the held-out inputs of a task.
-
-    Args:
-        source: Inputs of any kind, or a task.
-        n_tokens: Minimum number of token states requested from a task.
-    """
+    """Return the inputs themselves, or the held-out inputs of a task, with at least ``n_tokens`` token states."""
     return source.probe(n_tokens) if isinstance(source, HasProbe) else source
 
 
@@ -60,9 +55,6 @@ class Batches:
 
         Token ids may be of any integer type, in tensors, NumPy arrays or lists. Ids of a single sequence, shape
         (token,), are a batch of one. A task provides its held-out inputs, with ``n_tokens`` token states.
-
-        Raises:
-            SnapshotError: If the inputs have another type, or are empty.
         """
         inputs = inputs_of(inputs, n_tokens)
         if (texts := _texts(inputs)) is not None:
@@ -73,7 +65,12 @@ class Batches:
             inputs = subject.tokenize(texts)
         if _is_list(inputs):
             # Lists of ids of different lengths are batches of one sequence each: only the user knows how to pad them.
-            inputs = torch.tensor(inputs) if _is_numbers(inputs) else [_of_numbers(item) for item in inputs]
+            is_ids = [_is_list(item) and _is_numbers(item) for item in inputs]
+            inputs = (
+                torch.tensor(inputs)
+                if _is_numbers(inputs)
+                else [torch.tensor(item) if is_id else item for item, is_id in zip(inputs, is_ids, strict=True)]
+            )
         if isinstance(inputs, Tensor | np.ndarray | Mapping | tuple):
             inputs = [inputs]
         if _is_list(inputs):
@@ -107,21 +104,13 @@ class Batches:
         return _head(first), Batches(everything(), False)
 
     def first(self) -> Any:
-        """Return the complete first batch.
-
-        Raises:
-            SnapshotError: If there is none.
-        """
+        """Return the complete first batch."""
         for item in self.items:
             return item
         raise _empty()
 
     def split(self, layout: BatchLayout = BATCH_FIRST) -> Batches:
-        """Split the batches into parts small enough for one forward pass, between sequences and never within one.
-
-        Args:
-            layout: Layout of the inputs.
-        """
+        """Split the batches into parts small enough for one forward pass, between sequences and never within one."""
         if not self.is_known:
             return Batches(self.items, False, layout)
         parts = [part for item in self.items for part in _split(item, layout)]
@@ -138,19 +127,10 @@ def _empty(found: str = "") -> SnapshotError:
 
 
 def as_batch(inputs: Any) -> Any:
-    """Return one batch in the form that a model accepts.
+    """Return one batch (tensor or array, keyword arguments, or positional ones) in the form that a model accepts.
 
-    Arrays become tensors, integers int64, and the ids of one sequence a batch of one.
-
-    Args:
-        inputs: A tensor or array; a mapping of keyword arguments; a tuple or list of positional ones.
-
-    Returns:
-        The same structure; values that need no conversion are unchanged.
-
-    Raises:
-        SnapshotError: If a tensor is empty, sparse, nested, quantized, without memory (meta), or of a type that no
-            model accepts.
+    Arrays become tensors, integers int64, and the ids of one sequence a batch of one; other values are unchanged.
+    Tensors that no model accepts raise SnapshotError.
     """
     if isinstance(inputs, Mapping):
         return {name: _as_tensor(value, str(name)) for name, value in inputs.items()}
@@ -162,12 +142,16 @@ def as_batch(inputs: Any) -> Any:
 def _as_tensor(value: Any, name: str | None) -> Any:
     """Convert a value to a tensor if it is an array or a list of ids.
 
-    Args:
-        value: The value.
-        name: Name of a keyword argument; "" for inputs that are a single tensor, None for a positional argument.
+    The name is that of a keyword argument, "" for inputs that are a single tensor, or None for a positional argument.
     """
     if name and name.endswith("_ids") and _is_list(value):
-        value = _from_lists(value, name)
+        try:
+            value = torch.tensor(value)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise SnapshotError(
+                f"'{name}' is a list that cannot become a tensor ({str(error).splitlines()[0]}); pad its sequences to "
+                "one length, for example by tokenizer(..., padding=True, return_tensors='pt')."
+            ) from error
     if isinstance(value, np.ndarray):
         value = _from_array(value)
     if not isinstance(value, Tensor):
@@ -211,16 +195,6 @@ def _from_array(array: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(array))  # a copy, as torch rejects negative strides and warns of read-only arrays
 
 
-def _from_lists(value: Sequence[Any], name: str) -> Tensor:
-    try:
-        return torch.tensor(value)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise SnapshotError(
-            f"'{name}' is a list that cannot become a tensor ({str(error).splitlines()[0]}); pad its sequences to one "
-            "length, for example by tokenizer(..., padding=True, return_tensors='pt')."
-        ) from error
-
-
 def _is_list(inputs: Any) -> bool:
     return isinstance(inputs, Sequence) and not isinstance(inputs, str | tuple | bytes)
 
@@ -232,10 +206,6 @@ def _texts(inputs: Any) -> list[str] | None:
     return list(texts) if is_text else None
 
 
-def _of_numbers(item: Any) -> Any:
-    return torch.tensor(item) if _is_list(item) and _is_numbers(item) else item
-
-
 def _is_numbers(inputs: Sequence[Any]) -> bool:
     """Return whether a list holds the token ids of one sequence, or of several of equal length."""
     if all(isinstance(x, int) and not isinstance(x, bool) for x in inputs):
@@ -244,25 +214,11 @@ def _is_numbers(inputs: Sequence[Any]) -> bool:
 
 
 def count_examples(batch: Any, axis: int = 0) -> int:
-    """Return the number of sequences in a batch: the length of its first tensor.
-
-    Args:
-        batch: A tensor, a mapping or a tuple.
-        axis: Axis that counts sequences.
-
-    Raises:
-        SnapshotError: If it holds no tensor.
-    """
-    tensors = [value for value in _values(batch) if isinstance(value, Tensor) and value.ndim]
+    """Return the number of sequences in a batch: the length of its first tensor along the axis that counts them."""
+    tensors = [value for value in values_of(batch) if isinstance(value, Tensor) and value.ndim]
     if not tensors:
         raise SnapshotError("A batch holds no tensor; pass token ids, pixel values or embeddings.")
     return tensors[0].shape[axis if tensors[0].ndim > axis else 0]
-
-
-def _values(batch: Any) -> Iterable[Any]:
-    if isinstance(batch, Mapping):
-        return batch.values()
-    return batch if isinstance(batch, tuple | list) else [batch]
 
 
 def _split(batch: Any, layout: BatchLayout) -> Iterator[Any]:
@@ -275,7 +231,7 @@ def _split(batch: Any, layout: BatchLayout) -> Iterator[Any]:
         yield batch
         return
     n_examples = count_examples(batch, axis)
-    first = next(value for value in _values(batch) if isinstance(value, Tensor) and value.ndim)
+    first = next(value for value in values_of(batch) if isinstance(value, Tensor) and value.ndim)
     is_tokens = first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point())
     per_example = first.shape[1 - axis] if is_tokens else 1 if first.ndim == 2 else 256
     step = max(1, _TOKENS_PER_PASS // max(per_example, 1))
@@ -292,17 +248,12 @@ def _head(batch: Any) -> Any:
     """Return the first two examples, enough to read the anatomy; three where the axis of tokens has length 2."""
     if isinstance(batch, tuple) or not _can_be_cut(batch, 0):
         return batch
-    first = next((value for value in _values(batch) if isinstance(value, Tensor) and value.ndim > 1), None)
+    first = next((value for value in values_of(batch) if isinstance(value, Tensor) and value.ndim > 1), None)
     return take_examples(batch, slice(0, 3 if first is not None and first.shape[1] == 2 else 2))
 
 
 def shortened(batch: Any, n_tokens: int) -> Any:
-    """Return the first tokens of each sequence; None where shapes do not determine the axis of tokens.
-
-    Args:
-        batch: Token ids, or a mapping of them and of masks.
-        n_tokens: Maximum number of tokens of a sequence.
-    """
+    """Return the first tokens of each sequence of ids (and of masks); None if shapes do not tell the axis of tokens."""
     if isinstance(batch, Mapping):
         shapes = {tuple(value.shape) for value in batch.values() if isinstance(value, Tensor)}
         is_uniform = len(shapes) == 1 and all(isinstance(value, Tensor) for value in batch.values())
@@ -315,7 +266,7 @@ def shortened(batch: Any, n_tokens: int) -> Any:
 def _can_be_cut(batch: Any, axis: int) -> bool:
     """Return whether all tensors have one entry per sequence, so that a subset of the sequences can be taken."""
     n_examples = count_examples(batch, axis)
-    tensors = [value for value in _values(batch) if isinstance(value, Tensor) and value.ndim > 1]
+    tensors = [value for value in values_of(batch) if isinstance(value, Tensor) and value.ndim > 1]
     return all(
         value.shape[axis] in (1, n_examples) or (axis == 1 and value.shape[0] == n_examples)  # masks: batch first
         for value in tensors
@@ -323,13 +274,7 @@ def _can_be_cut(batch: Any, axis: int) -> bool:
 
 
 def take_examples(batch: Any, which: slice | Tensor, axis: int = 0) -> Any:
-    """Return some sequences of a batch, from every tensor in it that has one entry per sequence.
-
-    Args:
-        batch: A tensor, a mapping or a tuple; or a task, of which the held-out inputs are used.
-        which: Indices of the sequences.
-        axis: Axis that counts sequences.
-    """
+    """Return some sequences of a batch, or of a task, from every tensor in it that has one entry per sequence."""
     batch = inputs_of(batch)
     if isinstance(batch, Tensor):
         axis = axis if batch.ndim > axis else 0

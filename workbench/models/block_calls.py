@@ -30,23 +30,14 @@ class State:
 
 @dataclass
 class Call:
-    """One call of a module, with the tensors that entered and left.
+    """One call of a module, with the tensors that entered and left."""
 
-    Attributes:
-        name: Path of the module.
-        module: Module that was called.
-        index: Number of its beginning, counted over the beginnings and ends of all calls.
-        inputs: Tensors among its arguments.
-        outputs: Tensors that it returned.
-        end: Number of its end, counted likewise; -1 before.
-    """
-
-    name: str
+    name: str  # path of the module
     module: nn.Module
-    index: int
+    index: int  # number of its beginning, counted over the beginnings and ends of all calls
     inputs: list[State]
     outputs: list[State] = field(default_factory=list)
-    end: int = -1
+    end: int = -1  # number of its end, counted likewise; -1 before
 
     @property
     def shapes(self) -> set[tuple[int, ...]]:
@@ -66,14 +57,17 @@ def record_calls(
 ) -> list[Call]:
     """Run a model and return every call of a module that could be a block, in the order in which they began.
 
-    Args:
-        model: Model to run; it is not changed.
-        inputs: Inputs as for `call_model`.
-        everything: Whether to record every module, including the model itself and its leaves.
-        keep: Modules of whose states the values are kept too, on the host.
+    If ``everything``, calls of all modules are recorded, including the model itself and its leaves. The values of the
+    states are kept too, on the host, for the modules in ``keep``.
     """
+
+    def could_be_block(module: nn.Module) -> bool:
+        is_torch = type(module).__module__.startswith("torch.nn.modules")
+        is_leaf = is_torch and not any(True for _ in module.children())
+        return not is_leaf and any(True for _ in module.parameters())
+
     watched = {
-        module: name for name, module in model.named_modules() if everything or (name and _could_be_block(module))
+        module: name for name, module in model.named_modules() if everything or (name and could_be_block(module))
     }
     calls: list[Call] = []
     running: list[Call] = []
@@ -95,11 +89,6 @@ def record_calls(
     with undisturbed(model), watch(requests):
         run_model(model, inputs)
     return sorted(calls, key=lambda call: call.index)
-
-
-def _could_be_block(module: nn.Module) -> bool:
-    is_torch_leaf = type(module).__module__.startswith("torch.nn.modules") and not any(True for _ in module.children())
-    return not is_torch_leaf and any(True for _ in module.parameters())
 
 
 def has_matrix(module: nn.Module) -> bool:

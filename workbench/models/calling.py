@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import SnapshotError, WorkbenchError
-from workbench.models.config_options import Option, config_options
+from workbench.models.config_options import config_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,38 +19,23 @@ if TYPE_CHECKING:
 def call_model(model: nn.Module, inputs: Any) -> Any:
     """Call a model with inputs of any supported form.
 
-    Args:
-        model: Module to call.
-        inputs: A tensor, passed as the first argument (an encoder-decoder model also receives the same tokens for its
-            decoder, or its start token); a mapping, passed as keywords; or a tuple or list, passed by position. A model
-            without an argument ``input_ids`` receives them first, without a mask that only marks padding at the end.
-
-    Returns:
-        The output of the model.
-
-    Raises:
-        SnapshotError: If a model that accepts only tokens receives a mask that hides tokens elsewhere than at the end.
+    A tensor is passed as the first argument (an encoder-decoder model also receives the same tokens for its decoder, or
+    its start token), a mapping as keywords, a tuple or list by position. A model without an argument ``input_ids``
+    receives them first, without a mask that only marks padding at the end; other masks raise SnapshotError.
     """
-    with config_options(_no_cache(model)):
+    # A cache, which some models do not support, must not be filled.
+    main = getattr(model, "config", None)
+    configs = [main, *(getattr(main, name, None) for name in getattr(main, "sub_configs", ()))]
+    with config_options([(c, "use_cache", False) for c in configs if getattr(c, "use_cache", None) is True]):
         if isinstance(inputs, Mapping):
-            return model(**inputs) if _takes(model, inputs) else model(_tokens_alone(model, inputs))
+            known = inspect.signature(model.forward).parameters
+            takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+            if takes_any or "input_ids" not in inputs or "input_ids" in known:
+                return model(**inputs)
+            return model(_tokens_alone(model, inputs))
         if isinstance(inputs, tuple | list):
             return model(*inputs)
         return model(inputs, **_decoder_tokens(model, inputs))
-
-
-def _no_cache(model: nn.Module) -> list[Option]:
-    """Return the options that keep a Hugging Face model from filling a cache, which some models do not support."""
-    main = getattr(model, "config", None)
-    parts = (getattr(main, name, None) for name in getattr(main, "sub_configs", ()))
-    return [(config, "use_cache", False) for config in (main, *parts) if getattr(config, "use_cache", None) is True]
-
-
-def _takes(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the inputs can be passed by keyword; only token ids can be passed otherwise."""
-    known = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    return takes_any or "input_ids" not in inputs or "input_ids" in known
 
 
 def _tokens_alone(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
@@ -77,11 +62,7 @@ def _decoder_tokens(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
 
 
 def run_model(model: nn.Module, inputs: Any) -> Any:
-    """Call a model as `call_model` does, and explain any exception of the model in one sentence.
-
-    Raises:
-        SnapshotError: If the model cannot run on the inputs; its cause is the exception of the model.
-    """
+    """Call a model as `call_model` does, and explain any exception of the model in one sentence, a SnapshotError."""
     try:
         return call_model(model, inputs)
     except WorkbenchError:
@@ -134,24 +115,21 @@ def reason_for(model: nn.Module, inputs: Any, error: Exception) -> str:
 
     The model has failed already; this function searches for the most probable cause: tokens of a wrong type, outside
     the vocabulary or too many, or images of a wrong shape. If none applies, the sentence quotes the model's own error.
-
-    Args:
-        model: Model that raised.
-        inputs: Inputs of the call.
-        error: Error that it raised.
     """
     name = type(model).__name__
     if isinstance(error, torch.OutOfMemoryError):
         return f"{name} ran out of memory on {_described(inputs)}; pass fewer or shorter sequences."
     if isinstance(error, NotImplementedError) and type(model).forward is nn.Module.forward:
         return f"{name} does not implement forward(); pass the network inside it, such as one of its attributes."
-    if any(parameter.is_meta for parameter in model.parameters()) and not _is_offloaded(model):
+    is_offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if any(parameter.is_meta for parameter in model.parameters()) and not is_offloaded:
         return (
             f"The parameters of {name} are on the meta device and have no values, so it cannot run; load a checkpoint "
             "into it first."
         )
-    found = _about_images(model, inputs) if _takes_images(model) else _about_tokens(model, inputs)
-    if found:
+    has_images = getattr(getattr(model, "config", None), "image_size", None) is not None and _embedding(model) is None
+    takes_images = getattr(model, "main_input_name", "") == "pixel_values" or has_images
+    if found := (_about_images if takes_images else _about_tokens)(model, inputs):
         return found
     if isinstance(error, TypeError) and _is_with_targets(inputs):
         return f"{name} cannot run on a batch with its targets; pass only its tokens, batch[0], or the task itself."
@@ -222,13 +200,6 @@ def _about_images(model: nn.Module, inputs: Any) -> str:
     return ""
 
 
-def _takes_images(model: nn.Module) -> bool:
-    if getattr(model, "main_input_name", "") == "pixel_values":
-        return True
-    config = getattr(model, "config", None)
-    return getattr(config, "image_size", None) is not None and _embedding(model) is None
-
-
 def _embedding(model: Any) -> nn.Embedding | None:
     """Return the embedding of tokens: the one that the model names, else its longest; None if it has none."""
     try:
@@ -247,10 +218,6 @@ def _longest(model: nn.Module) -> int | None:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
     return None
-
-
-def _is_offloaded(model: nn.Module) -> bool:
-    return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def _token_ids(inputs: Any) -> Iterator[tuple[str, Tensor]]:

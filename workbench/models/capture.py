@@ -100,33 +100,35 @@ def capture_layers(
 
 def unknown_block_hooks(model: nn.Module, anatomy: Anatomy) -> list[HookRequest]:
     """Return hooks that raise an exception if a block runs that did not run when the anatomy was read."""
-    return [(module, _raise_for(name), True) for name, module in _other_members(model, anatomy).items()]
+    containers = {site.name.split("#")[0].rpartition(".")[0] for site in anatomy.sites}
+    known = {id(site.module) for site in anatomy.sites}
+    kinds = {type(site.module) for site in anatomy.sites}
+
+    def failing(name: str) -> Callable[..., None]:
+        def fail(*_: Any) -> None:
+            raise depth_error(name)
+
+        return fail
+
+    return [
+        (member, failing(f"{path}.{name}"), True)
+        for path in containers
+        for name, member in model.get_submodule(path).named_children()
+        if type(member) in kinds and id(member) not in known
+    ]
 
 
 def require_reached(anatomy: Anatomy, layers: Sequence[int]) -> None:
-    """Raise an exception if the inputs did not reach some layers.
-
-    Args:
-        anatomy: Anatomy of the model.
-        layers: Layers that the inputs did not reach.
-
-    Raises:
-        SnapshotError: If there are any.
-    """
+    """Raise SnapshotError if the inputs did not reach some layers."""
     if layers:
         name = anatomy.sites[layers[0]].name
         raise SnapshotError(f"No states passed {name}; pass inputs that reach every block.")
 
 
 def require_finite(anatomy: Anatomy, are_finite: Mapping[int, Tensor]) -> None:
-    """Raise an exception if values are not finite; the host waits for the device once for all layers.
+    """Raise SnapshotError for the first layer with values that are not finite, in the order in which the stream passes.
 
-    Args:
-        anatomy: Anatomy of the model.
-        are_finite: Whether the values of each layer are finite, in the order in which the stream passes.
-
-    Raises:
-        SnapshotError: If the values of a layer are not finite; the message names the first such layer.
+    The host waits for the device once for all layers.
     """
     numbers = read_numbers(list(are_finite.values()))
     for layer, is_finite in zip(are_finite, numbers, strict=True):
@@ -184,38 +186,10 @@ def head_of(model: nn.Module, anatomy: Anatomy) -> nn.Linear | None:
     return heads[0] if len(heads) == 1 else None
 
 
-def _other_members(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:
-    """Return the members of the blocks' containers that did not run when the anatomy was read."""
-    containers = {site.name.split("#")[0].rpartition(".")[0] for site in anatomy.sites}
-    known = {id(site.module) for site in anatomy.sites}
-    kinds = {type(site.module) for site in anatomy.sites}
-    return {
-        f"{path}.{name}": member
-        for path in containers
-        for name, member in model.get_submodule(path).named_children()
-        if type(member) in kinds and id(member) not in known
-    }
-
-
-def _raise_for(name: str) -> Callable[..., None]:
-    def fail(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        raise depth_error(name)
-
-    return fail
-
-
 def moments_for(
     anatomy: Anatomy, layer: int, states: Tensor, options: DmdOptions, *, n_snapshots: int | None
 ) -> Moments:
-    """Create the moments that collect the states of one layer; a sketch if those would be large and not all needed.
-
-    Args:
-        anatomy: Anatomy of the model.
-        layer: Index of the layer.
-        states: States of the layer, for their width and device.
-        options: Options of the spectra.
-        n_snapshots: Maximum number of snapshots; None if unknown.
-    """
+    """Create the moments that collect the states of one layer; a sketch if those would be large and not all needed."""
     width = states.shape[-1]
     if not is_sketched(width, options.rank, n_snapshots):
         return empty_moments(anatomy, layer, states)
@@ -241,12 +215,8 @@ def _name_of(anatomy: Anatomy, layer: int) -> str:
 class StreamWatcher(BlockHooks):
     """Hooks that pass the chosen states that enter and leave each block to a function.
 
-    Args:
-        anatomy: Anatomy of the model.
-        selection: Selection of token states, the same in every layer.
-        take: Function called with the layer and the states entering and leaving it, each of shape (snapshot, feature).
-            They remain part of the autograd graph of the forward pass, if there is one.
-        layers: Layers to follow; None follows all.
+    The function receives the layer and the states entering and leaving it, each of shape (snapshot, feature). They
+    remain part of the autograd graph of the forward pass, if there is one.
     """
 
     def __init__(
@@ -277,11 +247,7 @@ class StreamWatcher(BlockHooks):
         self.take(call.layer, self._waiting.pop(call.layer), self._chosen_of(call.state_out, call.site))
 
     def choose(self, state: Tensor, site: Site) -> Tensor:
-        """Return the indices of the chosen tokens of a state, which are chosen once per pass.
-
-        Raises:
-            SnapshotError: If the number of tokens changes within the pass.
-        """
+        """Return the indices of the chosen tokens of a state, chosen once per pass, in which their number stays."""
         if self._chosen is None:
             self.leading = state.shape[:-1]
             self._chosen = self.selection.choose(self.leading, self.batch)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from workbench.errors import CheckpointError, WorkbenchError
 from workbench.models.lazy_state import LazyTensor, base_model, kind_of_matrix, lazy_state, merged
 from workbench.models.state_files import CHECKPOINT, STATE_SUFFIXES, check_safetensors, read_config, require_files
 from workbench.models.state_fit import load_state, matched_state, tied_names, unwrapped_names
-from workbench.models.streaming import StreamedWeights, StreamingChoice
+from workbench.models.streaming import StreamedWeights, StreamingChoice, stream_module, stream_pretrained
 from workbench.models.subject import ByteTokenizer, Subject
 from workbench.models.weight_folders import (
     ZOO_KEY,
@@ -120,42 +120,34 @@ def open_checkpoint(
             f"{path} has an unknown checkpoint format; pass a folder, or a .safetensors, .bin, .pt or .gguf file."
         )
     how = StreamingChoice.of(streaming, device)
+    options = _Options(trust_remote_code, torch_dtype, strict, how, name)
     with CHECKPOINT.reading(text):
         if path.is_dir():
             path = own_checkpoint(path)
             require_files(path)
-        if path.is_dir():
-            is_state = is_without_architecture(path, has_module=module is not None)
-        else:
-            is_state = path.is_file() and path.suffix in STATE_SUFFIXES
-        if is_state:
-            return _open_state(path, module, torch_dtype, name, strict, how)
-        if path.is_dir() and is_adapter(path):
+        is_folder = path.is_dir()
+        is_state = is_folder and is_without_architecture(path, has_module=module is not None)
+        if is_state or (path.is_file() and path.suffix in STATE_SUFFIXES):
+            return _open_state(path, module, options)
+        if is_folder and is_adapter(path):
             if streaming is True:
                 raise CheckpointError(
                     f"{path} is an adapter, which is merged in memory; open it with "
                     "wb.open_checkpoint(..., streaming=False)."
                 )
-            options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch_dtype, "strict": strict}
-            options |= {"streaming": False, "device": device}
-            opened = open_checkpoint(base_model(path), **options) if module is None else open_checkpoint(module)
+            of_base: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch_dtype, "strict": strict}
+            of_base |= {"streaming": False, "device": device}
+            opened = open_checkpoint(base_model(path), **of_base) if module is None else open_checkpoint(module)
             return _open_adapter(path, opened, torch_dtype, name)
-        if path.is_dir() and not (path / "config.json").exists():
+        if is_folder and not (path / "config.json").exists():
             raise CheckpointError(f"{path} has no config.json and is not a checkpoint folder; {_hint(path)}.")
         if module is not None:
             raise CheckpointError(f"module= is used only with a file of weights, which {text} is not; leave it out.")
-        if path.is_dir():
-            return _open_folder(path, trust_remote_code, torch_dtype, name, strict, how)
+        if is_folder:
+            return _open_folder(path, options)
         if path.is_file():
-            from workbench.models.gguf_file import GgufFile
-
-            file = GgufFile.read(path)
-            is_streamed = how.is_streamed(file.n_bytes(torch_dtype), why_not=file.why_not_streamed, is_strict=strict)
-            model, unloaded = file.model(dtype=torch_dtype, strict=strict, without_memory=is_streamed)
-            streamed = _stream_pretrained(model.eval(), file.state(), path, how) if is_streamed else None
-            model = model if is_streamed else how.placed(model)
-            return Subject(model, name or path.stem, str(path), path, unloaded, streamed=streamed)
-        return _open_hub(text, trust_remote_code, torch_dtype, name, strict, how)
+            return _open_gguf(path, options)
+        return _open_hub(text, options)
 
 
 @checked
@@ -228,11 +220,7 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
 
 
 def _as_dtype(dtype: Any) -> torch.dtype | str:
-    """Return the dtype as a torch.dtype, or "auto".
-
-    Raises:
-        CheckpointError: If torch has no such dtype, or does not compute in it.
-    """
+    """Return the dtype, in which torch must compute, as a torch.dtype or "auto"."""
     if dtype is None or dtype == "auto":
         return "auto"
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
@@ -259,11 +247,7 @@ def _opened_already(subject: Subject, module: nn.Module | None, dtype: torch.dty
 
 
 def _as_path(source: Any) -> tuple[Path, str]:
-    """Return the argument as a path and as text.
-
-    Raises:
-        CheckpointError: If it cannot be a path.
-    """
+    """Return the argument as a path and as text."""
     if isinstance(source, type):
         raise CheckpointError(
             f"The model is the class {source.__name__}; pass an instance of it, such as {source.__name__}(...)."
@@ -302,15 +286,17 @@ def _hint(folder: Path) -> str:
     return f"pass the file {files[0]}" if files else "pass the folder that save_pretrained() wrote"
 
 
-def _open_folder(
-    folder: Path,
-    trust_remote_code: bool,
-    dtype: torch.dtype | str,
-    name: str | None,
-    strict: bool,
-    how: StreamingChoice,
-    source: str | None = None,
-) -> Subject:
+class _Options(NamedTuple):
+    """Options of `open_checkpoint`."""
+
+    trust_remote_code: bool
+    dtype: torch.dtype | str
+    strict: bool
+    how: StreamingChoice
+    name: str | None
+
+
+def _open_folder(folder: Path, options: _Options, source: str | None = None) -> Subject:
     config_file = folder / "config.json"
     config = read_config(config_file)
     if not isinstance(model_type := config.get("model_type", ""), str):
@@ -323,7 +309,7 @@ def _open_folder(
     tokenizer, streamed = None, None
     if ZOO_KEY in config:
         tokenizer = _tokenizer_of(config_file, config)
-        model, unloaded, streamed = _open_zoo(folder, config, dtype, strict, how)
+        model, unloaded, streamed = _open_zoo(folder, config, options)
     else:
         from workbench.models.pretrained import errors_in_one_sentence, open_pretrained
 
@@ -332,37 +318,35 @@ def _open_folder(
         why_not = "it is quantized" if config.get("quantization_config") else ""
         why_not = why_not if weights is not None else "its weights are in no known file format"
         n_bytes = weights.n_bytes if weights is not None else 0
-        is_streamed = how.is_streamed(n_bytes, why_not=why_not, is_strict=strict)
+        is_streamed = options.how.is_streamed(n_bytes, why_not=why_not, is_strict=options.strict)
         model, unloaded = open_pretrained(
             str(folder),
             folder,
-            trust_remote_code=trust_remote_code,
-            dtype=dtype,
-            strict=strict,
+            trust_remote_code=options.trust_remote_code,
+            dtype=options.dtype,
+            strict=options.strict,
             without_memory=is_streamed,
         )
         if is_streamed and weights is not None:
-            streamed = _stream_pretrained(model.eval(), weights.state, folder, how)
-    model = model.eval() if streamed else how.placed(model.eval())
-    return Subject(
-        model, name or folder.name, source or str(folder), folder, unloaded, tokenizer, streamed, trust_remote_code
-    )
+            streamed = stream_pretrained(model.eval(), weights.state, folder, options.how.device or "cpu")
+    model = model.eval() if streamed else options.how.placed(model.eval())
+    name, source = options.name or folder.name, source or str(folder)
+    return Subject(model, name, source, folder, unloaded, tokenizer, streamed, options.trust_remote_code)
 
 
-def _stream_pretrained(
-    model: nn.Module, state: Mapping[str, LazyTensor], path: Path, how: StreamingChoice
-) -> StreamedWeights:
-    from workbench.models.streaming import files_identity, stream_pretrained
+def _open_gguf(path: Path, options: _Options) -> Subject:
+    from workbench.models.gguf_file import GgufFile
 
-    return stream_pretrained(model, state, identity=files_identity(path), device=how.device or "cpu")
+    file, how = GgufFile.read(path), options.how
+    is_streamed = how.is_streamed(file.n_bytes(options.dtype), why_not=file.why_not_streamed, is_strict=options.strict)
+    model, unloaded = file.model(dtype=options.dtype, strict=options.strict, without_memory=is_streamed)
+    streamed = stream_pretrained(model.eval(), file.state(), path, how.device or "cpu") if is_streamed else None
+    model = model if is_streamed else how.placed(model)
+    return Subject(model, options.name or path.stem, str(path), path, unloaded, streamed=streamed)
 
 
 def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
-    """Remove the entry of the tokenizer from the configuration of a zoo model, and return the tokenizer.
-
-    Raises:
-        CheckpointError: If the entry names an unknown tokenizer.
-    """
+    """Remove the entry of the tokenizer from the configuration of a zoo model, and return the tokenizer."""
     kind = config.pop(TOKENIZER_KEY, None)
     if kind is None:
         return None
@@ -374,24 +358,21 @@ def _tokenizer_of(file: Path, config: dict[str, Any]) -> ByteTokenizer | None:
     return ByteTokenizer(config.get("max_length"))
 
 
-def _open_zoo(
-    folder: Path, config: dict[str, Any], dtype: torch.dtype | str, strict: bool, how: StreamingChoice
-) -> tuple[nn.Module, str, StreamedWeights | None]:
+def _open_zoo(folder: Path, config: dict[str, Any], options: _Options) -> tuple[nn.Module, str, StreamedWeights | None]:
     from accelerate import init_empty_weights
 
     from workbench import zoo
 
-    options = dict(config)
-    family = options.pop(ZOO_KEY)
+    family = config.pop(ZOO_KEY)
     if not isinstance(family, str) or family not in zoo.FAMILIES:
         raise CheckpointError(
             f"{folder} holds a model of the family '{family}', which this version does not know; update the workbench."
         )
     file = folder / "model.safetensors"
-    is_streamed = file.is_file() and how.is_streamed(file.stat().st_size, is_strict=strict)
+    is_streamed = file.is_file() and options.how.is_streamed(file.stat().st_size, is_strict=options.strict)
     try:
         with init_empty_weights(include_buffers=False) if is_streamed else nullcontext():
-            model = zoo.build(zoo.ArchitectureConfig.from_dict({**options, "family": family}))
+            model = zoo.build(zoo.ArchitectureConfig.from_dict({**config, "family": family}))
     except WorkbenchError as error:
         raise CheckpointError(f"{folder / 'config.json'} does not describe a {family}: {error}") from error
     except Exception as error:  # an option of a wrong type or size fails wherever it is used first
@@ -399,29 +380,25 @@ def _open_zoo(
         raise CheckpointError(
             f"{folder / 'config.json'} does not describe a {family} ({reason}); download the checkpoint again."
         ) from error
-    state = lazy_state(file)
+    state, dtype = lazy_state(file), options.dtype
     if dtype == "auto":
         dtype = next((tensor.dtype for tensor in state.values() if tensor.dtype.is_floating_point), torch.float32)
     remedy = "download the checkpoint again or correct its config.json"
     model = model.to(dtype)
     if is_streamed:
-        return model, "", _stream_plain(model, state, file, remedy, how)
-    return model, load_state(model, state, file.name, remedy=remedy, left="random values", strict=strict), None
+        return model, "", _stream_plain(model, state, file, remedy, options.how)
+    return model, load_state(model, state, file.name, remedy=remedy, left="random values", strict=options.strict), None
 
 
 def _stream_plain(
     module: nn.Module, state: Mapping[str, LazyTensor], path: Path, remedy: str, how: StreamingChoice
 ) -> StreamedWeights:
-    from workbench.models.streaming import files_identity, stream_module
-
     fitting, _ = matched_state(module, state, path.name, remedy=remedy)
     lazy = {name: found if isinstance(found, LazyTensor) else LazyTensor.of(found) for name, found in fitting.items()}
-    return stream_module(module, lazy, identity=files_identity(path), device=how.device or "cpu")
+    return stream_module(module, lazy, path, how.device or "cpu")
 
 
-def _open_state(
-    path: Path, module: nn.Module | None, dtype: torch.dtype | str, name: str | None, strict: bool, how: StreamingChoice
-) -> Subject:
+def _open_state(path: Path, module: nn.Module | None, options: _Options) -> Subject:
     if module is None and (config := diffusers_config(path)):
         module = diffusers_model(path, config).eval()
     if module is None:
@@ -429,17 +406,17 @@ def _open_state(
             f"{path.name} holds weights without an architecture; pass wb.open_checkpoint(..., module=), or "
             "the folder with its config.json."
         )
-    remedy = "pass the module from which it was saved"
-    left = "the module's own values"
-    state = lazy_state(path)
-    if how.is_streamed(sum(tensor.n_bytes for tensor in state.values()), is_strict=strict):
-        matched_state(module, state, path.name, remedy=remedy)
+    remedy, left = "pass the module from which it was saved", "the module's own values"
+    state, dtype, how = lazy_state(path), options.dtype, options.how
+    streamed, unloaded = None, ""
+    if how.is_streamed(sum(tensor.n_bytes for tensor in state.values()), is_strict=options.strict):
+        matched_state(module, state, path.name, remedy=remedy)  # before the module is changed
         module = module if isinstance(dtype, str) else module.to(dtype)
         streamed = _stream_plain(module, state, path, remedy, how)
-        return Subject(module, name or path.stem, str(path), streamed=streamed)
-    unloaded = load_state(module, state, path.name, remedy=remedy, left=left, strict=strict)
-    module = how.placed(module if isinstance(dtype, str) else module.to(dtype))
-    return Subject(module, name or path.stem, str(path), unloaded=unloaded)
+    else:
+        unloaded = load_state(module, state, path.name, remedy=remedy, left=left, strict=options.strict)
+        module = how.placed(module if isinstance(dtype, str) else module.to(dtype))
+    return Subject(module, options.name or path.stem, str(path), unloaded=unloaded, streamed=streamed)
 
 
 def _open_adapter(path: Path, base: Subject, dtype: torch.dtype | str, name: str | None) -> Subject:
@@ -456,14 +433,7 @@ def _open_adapter(path: Path, base: Subject, dtype: torch.dtype | str, name: str
     return replace(base, name=name or path.name, source=str(path), folder=folder)
 
 
-def _open_hub(
-    hub_name: str,
-    trust_remote_code: bool,
-    dtype: torch.dtype | str,
-    name: str | None,
-    strict: bool,
-    how: StreamingChoice,
-) -> Subject:
+def _open_hub(hub_name: str, options: _Options) -> Subject:
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -475,31 +445,31 @@ def _open_hub(
         raise CheckpointError(
             f"'{hub_name}' is neither a path nor a valid name of a model on the hub; check the spelling."
         ) from error
-    is_cached = isinstance(cached, str)
+    is_cached, short = isinstance(cached, str), options.name or hub_name.split("/")[-1]
     if not is_cached and (constants.HF_HUB_OFFLINE or not _can_reach(constants.ENDPOINT)):
         raise CheckpointError(
             f"'{hub_name}' is not a local folder, and the Hugging Face hub cannot be reached; "
             "check the spelling, go online, or pass a local folder."
         )
-    if how.streaming is True:
-        patterns = ["*token*", "*.model", "*.json", "*.safetensors", "*.py"]
+
+    def downloaded(patterns: list[str]) -> Path:
         with errors_in_one_sentence(hub_name, remedy="try again, or pass a local folder"):
-            folder = Path(snapshot_download(hub_name, allow_patterns=patterns, local_files_only=is_cached))
-        short = name or hub_name.split("/")[-1]
-        return _open_folder(folder, trust_remote_code, dtype, short, strict, how, source=f"hub {hub_name}")
+            return Path(snapshot_download(hub_name, allow_patterns=patterns, local_files_only=is_cached))
+
+    if options.how.streaming is True:
+        folder = downloaded(["*token*", "*.model", "*.json", "*.safetensors", "*.py"])
+        return _open_folder(folder, options._replace(name=short), source=f"hub {hub_name}")
     model, unloaded = open_pretrained(
         hub_name,
         Path(cached).parent if isinstance(cached, str) else None,
-        trust_remote_code=trust_remote_code,
-        dtype=dtype,
+        trust_remote_code=options.trust_remote_code,
+        dtype=options.dtype,
         is_local=is_cached,
-        strict=strict,
+        strict=options.strict,
     )
-    tokenizer_files = ["*token*", "*.model", "config.json"]
-    with errors_in_one_sentence(hub_name, remedy="try again, or pass a local folder"):
-        folder = Path(snapshot_download(hub_name, allow_patterns=tokenizer_files, local_files_only=is_cached))
-    model, short = how.placed(model.eval()), name or hub_name.split("/")[-1]
-    return Subject(model, short, f"hub {hub_name}", folder, unloaded, trusts_code=trust_remote_code)
+    folder = downloaded(["*token*", "*.model", "config.json"])
+    model, trusts = options.how.placed(model.eval()), options.trust_remote_code
+    return Subject(model, short, f"hub {hub_name}", folder, unloaded, trusts_code=trusts)
 
 
 def _can_reach(endpoint: str) -> bool:

@@ -20,23 +20,14 @@ _MISSING, _AMBIGUOUS = -1, -2
 
 @dataclass(frozen=True)
 class NormStep:
-    """A normalization that follows a projection.
+    """A normalization that follows a projection."""
 
-    Attributes:
-        gain: Path of the gain in the model; None if there is none.
-        gain_offset: 1 if the norm multiplies by 1 + gain, else 0.
-        gain_index: Index of each column in the flattened gain.
-        bias: Path of its bias; None if there is none.
-        is_centered: Whether the mean is subtracted first.
-        spans_heads: Whether it normalizes over all heads together rather than within each head.
-    """
-
-    gain: str | None
-    gain_offset: int
-    gain_index: Tensor
-    bias: str | None
-    is_centered: bool
-    spans_heads: bool
+    gain: str | None  # path of the gain in the model
+    gain_offset: int  # 1 if the norm multiplies by 1 + gain, else 0
+    gain_index: Tensor  # index of each column in the flattened gain
+    bias: str | None  # path of its bias
+    is_centered: bool  # whether the mean is subtracted first
+    spans_heads: bool  # whether it normalizes over all heads together rather than within each head
 
     def read_gain(self, model: nn.Module, like: Tensor) -> Tensor:
         """Return the current gain in the shape of ``gain_index``."""
@@ -53,29 +44,17 @@ class NormStep:
 
 @dataclass(frozen=True)
 class ColumnSource:
-    """A linear map whose outputs are candidates for the columns.
+    """A linear map whose outputs are candidates for the columns; weight and bias are None unless parameters."""
 
-    Attributes:
-        origin: Map whose input is the stream: this map, or the one before it.
-        weight: Matrix of the map; None if it is not a parameter.
-        bias: Bias of the map; None if there is none or it is not a parameter.
-        bias_value: Bias that was added; None if there is none.
-        columns: Outputs of the map at the first token, float64, shape (example, output).
-        into: Inputs of the map at the first token, shape (example, feature).
-        inner: Map before this one, if its normalized output is the input of this map; else None.
-        inner_column: Indices of the outputs of the inner map; None if there is none.
-        inner_norm: Norm between the two maps; None if there is none.
-    """
-
-    origin: Projection
+    origin: Projection  # map whose input is the stream: this map, or the one before it
     weight: ParameterSlice | None
     bias: ParameterSlice | None
-    bias_value: Tensor | None
-    columns: Tensor
-    into: Tensor
-    inner: ColumnSource | None = None
-    inner_column: Tensor | None = None
-    inner_norm: NormStep | None = None
+    bias_value: Tensor | None  # bias that was added
+    columns: Tensor  # outputs of the map at the first token, float64, shape (example, output)
+    into: Tensor  # inputs of the map at the first token, shape (example, feature)
+    inner: ColumnSource | None = None  # map before this one, if its normalized output is the input of this map
+    inner_column: Tensor | None = None  # indices of the outputs of the inner map
+    inner_norm: NormStep | None = None  # norm between the two maps
 
     @classmethod
     def of(cls, projection: Projection, n_batch: int, n_tokens: int) -> ColumnSource | None:
@@ -89,21 +68,13 @@ class ColumnSource:
 
 @dataclass(frozen=True)
 class Columns:
-    """The origin of each column of a target.
-
-    Attributes:
-        sources: Linear maps.
-        source: Index of the map, shape (column,).
-        column: Index of the output of that map, shape (column,).
-        factor: Ratio of the column to that output, shape (column,).
-        norm: Norm between them, whose ``gain_index`` has shape (column,); None if there is none.
-    """
+    """The origin of each column of a target."""
 
     sources: Sequence[ColumnSource]
-    source: Tensor
-    column: Tensor
-    factor: Tensor
-    norm: NormStep | None = None
+    source: Tensor  # index of the map, shape (column,)
+    column: Tensor  # index of the output of that map, shape (column,)
+    factor: Tensor  # ratio of the column to that output, shape (column,)
+    norm: NormStep | None = None  # norm between them, whose `gain_index` has shape (column,)
 
     @property
     def is_deep(self) -> Tensor:
@@ -122,19 +93,15 @@ def first_token_columns(heads: Tensor, n_batch: int, n_tokens: int) -> Tensor | 
 def find_columns(
     target: Tensor, sources: Sequence[ColumnSource], norms: Sequence[Normalization], n_batch: int, n_tokens: int
 ) -> Columns | str:
-    """Find each column of a target among the outputs of linear maps.
+    """Return the origin of every column of a target (example, column), or a clause that states why not all were found.
 
-    Args:
-        target: Columns to find, shape (example, column).
-        sources: Linear maps.
-        norms: Norms that were applied; one may lie between a map and the target, or between two maps.
-        n_batch: Number of examples.
-        n_tokens: Number of tokens per example.
-
-    Returns:
-        The origin of every column, or a clause that states why not all were found.
+    One of the norms may lie between a linear map and the target, or between two maps.
     """
-    sources = _with_inner(_without_repetitions(sources), norms, n_batch, n_tokens)
+    distinct: list[ColumnSource] = []
+    for each in sources:  # without repeated applications of the same weight with the same output
+        same = (k for k in distinct if k.weight == each.weight is not None and k.columns.shape == each.columns.shape)
+        distinct += [] if any(torch.equal(k.columns, each.columns) for k in same) else [each]
+    sources = _with_inner(distinct, norms, n_batch, n_tokens)
     direct = _match(target, [s.columns for s in sources])
     if (direct[0] >= 0).all():
         return Columns(sources, *direct)
@@ -161,16 +128,6 @@ def find_columns(
         step = replace(step, gain_index=step.gain_index[position])
         return Columns(sources, source, column, factor, step)
     return f"only {best:.0%} of the columns are outputs of a linear map in the block"
-
-
-def _without_repetitions(sources: Sequence[ColumnSource]) -> list[ColumnSource]:
-    """Drop repeated applications of the same weight with the same output."""
-    kept: list[ColumnSource] = []
-    for source in sources:
-        same = (k for k in kept if k.weight == source.weight is not None and k.columns.shape == source.columns.shape)
-        if not any(torch.equal(k.columns, source.columns) for k in same):
-            kept.append(source)
-    return kept
 
 
 def _with_inner(
@@ -224,21 +181,16 @@ def _match(target: Tensor, sources: Sequence[Tensor], *, exactly: bool = False) 
     n = target.shape[1]
     found = torch.full((n,), _MISSING), torch.full((n,), _MISSING), torch.ones(n, dtype=torch.float64)
     for j, values in enumerate(target.T.contiguous().numpy()):
-        _pick(found, j, table.get(values.tobytes(), []))
+        if options := table.get(values.tobytes(), []):
+            # Among equal columns the one that follows the column found before is chosen.
+            after = (int(found[0][j - 1]), int(found[1][j - 1]) + 1) if j else None
+            if after in options or len(options) == 1:
+                found[0][j], found[1][j] = after if after in options else options[0]
+            else:
+                found[0][j] = _AMBIGUOUS
     if not exactly and target.shape[0] > 2 and sources and (missing := (found[0] == _MISSING).nonzero()[:, 0]).numel():
         _match_proportional(target, sources, found, missing)
     return found
-
-
-def _pick(found: tuple[Tensor, Tensor, Tensor], j: int, options: list[tuple[int, int]]) -> None:
-    """Choose among equal columns the one that follows the column found before; otherwise mark it ambiguous."""
-    if not options:
-        return
-    after = (int(found[0][j - 1]), int(found[1][j - 1]) + 1) if j else None
-    if after in options or len(options) == 1:
-        found[0][j], found[1][j] = after if after in options else options[0]
-    else:
-        found[0][j] = _AMBIGUOUS
 
 
 def _match_proportional(

@@ -13,15 +13,10 @@ _PIECE = 2**17
 
 
 def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tensors of one shape in pieces where that is faster, for sums that need copies of their terms.
+    """Yield flat pieces of tensors of one shape where that is faster, for sums that need copies of their terms.
 
-    On a CPU, allocating megabytes takes longer than the sums themselves.
-
-    Args:
-        tensors: Tensors of the same shape.
-
-    Returns:
-        Flat pieces of all tensors. Tensors that are small, not contiguous, or not on the CPU are yielded unchanged.
+    On a CPU, allocating megabytes takes longer than the sums themselves. Tensors that are small, not contiguous, or not
+    on the CPU are yielded unchanged.
     """
     first = tensors[0]
     are_contiguous = all(type(each) in (Tensor, nn.Parameter) and each.is_contiguous() for each in tensors)
@@ -37,13 +32,9 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the values of small tensors on the host, with one transfer per device.
+    """Return the values of small tensors on the host as float64 arrays of their shapes, with one transfer per device.
 
-    Args:
-        tensors: Tensors of any shapes and real dtypes; they are detached.
-
-    Returns:
-        One float64 array of the same shape per tensor; no value of a dtype used in training is rounded.
+    Dtypes must be real; no value of a dtype used in training is rounded.
     """
     found: list[np.ndarray] = [np.zeros(0)] * len(tensors)
     places: dict[torch.device, list[int]] = {}
@@ -63,12 +54,5 @@ def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """Return the values of tensors with one element each, with one transfer per device.
-
-    Args:
-        tensors: Tensors with one element each, of any real dtypes; they are detached.
-
-    Returns:
-        One number per tensor, not rounded.
-    """
+    """Return the values of tensors with one element each, not rounded, with one transfer per device."""
     return [array.item() for array in read_arrays(tensors)]

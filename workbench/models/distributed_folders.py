@@ -7,8 +7,9 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -56,11 +57,7 @@ def part_files(folder: Path) -> tuple[Path, ...]:
 
 
 def require_complete_tensors(file: Path) -> None:
-    """Raise an exception if a safetensors file is known to hold only parts of tensors.
-
-    Raises:
-        CheckpointError: If a part does not begin at the beginning of its tensor, or the file has the name of a part.
-    """
+    """Raise CheckpointError if a safetensors file is known to hold only parts of tensors, by its name or header."""
     if _PART.fullmatch(file.name) or any(any(offsets) for offsets in _offsets(file).values()):
         raise CheckpointError(
             f"{file.name} holds parts of tensors, of one rank of several; pass the folder with the files of all ranks."
@@ -89,25 +86,23 @@ def distributed_state(folder: Path) -> dict[str, LazyTensor]:
         return _parts_state(folder)
     metadata = _read_metadata(folder / METADATA)
     try:
-        return _state(folder, metadata)
+        is_megatron = CONFIG.json(folder / "metadata.json").get("sharded_backend") == "torch_dist"
+    except CheckpointError:
+        is_megatron = False
+    try:
+        tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
+        places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        state: dict[str, LazyTensor] = {}
+        for name, key in _weights(folder, metadata, tensors, is_megatron=is_megatron).items():
+            stored = _stored(folder, key, tensors[key], places)
+            if is_megatron and _STACKED.search(name) and stored.shape:
+                for i in range(stored.shape[0]):
+                    state[_STACKED.sub(f"layers.{i}.", name, count=1)] = stored.entry(i)
+            else:
+                state[name] = stored.full()
+        return state
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(folder / METADATA) from error
-
-
-def _state(folder: Path, metadata: Any) -> dict[str, LazyTensor]:
-    is_megatron = _is_megatron(folder)
-    tensors = {name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
-    places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
-    keys = _weights(folder, metadata, tensors, is_megatron=is_megatron)
-    state: dict[str, LazyTensor] = {}
-    for name, key in keys.items():
-        stored = _Stored.of(folder, key, tensors[key], places)
-        if is_megatron and _STACKED.search(name) and stored.shape:
-            for i in range(stored.shape[0]):
-                state[_STACKED.sub(f"layers.{i}.", name, count=1)] = stored.entry(i)
-        else:
-            state[name] = stored.full()
-    return state
 
 
 def _parts_state(folder: Path) -> dict[str, LazyTensor]:
@@ -115,37 +110,28 @@ def _parts_state(folder: Path) -> dict[str, LazyTensor]:
 
     The files do not state the number of ranks: if that of the last rank is missing, its tensors are too short.
     """
-    boxes: dict[str, dict[tuple[int, ...], _Part]] = {}
+    boxes: dict[str, dict[tuple[int, ...], _Box]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for file in part_files(folder):
         offsets = _offsets(file)
         for name, tensor in safetensors_state(file).items():
-            part = _Part(offsets.get(name, (0,) * len(tensor.shape)), tensor.shape, tensor)
-            is_repeated = part.offsets in boxes.setdefault(name, {})
-            boxes[name][part.offsets] = part
-            if (
-                is_repeated
-                or len(part.offsets) != len(part.sizes)
-                or dtypes.setdefault(name, tensor.dtype) != tensor.dtype
-            ):
+            part = _Box(offsets.get(name, (0,) * len(tensor.shape)), tensor.shape, tensor.read)
+            is_wrong = part.offsets in boxes.setdefault(name, {}) or len(part.offsets) != len(part.sizes)
+            if is_wrong or dtypes.setdefault(name, tensor.dtype) != tensor.dtype:
                 raise _damaged(file, at=name)
+            boxes[name][part.offsets] = part
     state = {}
     for name, parts in boxes.items():
         ends = [[o + n for o, n in zip(p.offsets, p.sizes, strict=True)] for p in parts.values()]
         shape = tuple(max(sizes) for sizes in zip(*ends, strict=True))
         if not are_tiles(shape, [(part.offsets, part.sizes) for part in parts.values()]):
             raise _incomplete(folder, name)
-        state[name] = _Stored(name, shape, dtypes[name], tuple(parts.values())).full()
+        state[name] = _Stored(shape, dtypes[name], tuple(parts.values())).full()
     return state
 
 
 def are_tiles(shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Return whether boxes fill a shape without gaps and without overlaps.
-
-    Args:
-        shape: Shape to fill.
-        boxes: Offsets and sizes of each box.
-    """
+    """Return whether boxes, each given by offsets and sizes, fill a shape without gaps and without overlaps."""
     if any(not len(offsets) == len(sizes) == len(shape) for offsets, sizes in boxes):
         return False
     low = np.array([offsets for offsets, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
@@ -226,22 +212,10 @@ def _read_metadata(file: Path) -> Any:
         raise _damaged(file) from error
     except Exception as error:  # damaged bytes can cause any exception in the reader
         raise _damaged(file) from error
-    try:
-        is_complete = isinstance(metadata, Metadata) and all(
-            isinstance(part, Mapping) for part in (metadata.state_dict_metadata, metadata.storage_data)
-        )
-    except AttributeError:
-        is_complete = False
-    if not is_complete:
+    parts = (getattr(metadata, "state_dict_metadata", None), getattr(metadata, "storage_data", None))
+    if not isinstance(metadata, Metadata) or not all(isinstance(part, Mapping) for part in parts):
         raise _damaged(file)
     return metadata
-
-
-def _is_megatron(folder: Path) -> bool:
-    try:
-        return CONFIG.json(folder / "metadata.json").get("sharded_backend") == "torch_dist"
-    except CheckpointError:
-        return False
 
 
 def _weights(folder: Path, metadata: Any, tensors: Mapping[str, Any], *, is_megatron: bool) -> dict[str, str]:
@@ -254,11 +228,8 @@ def _weights(folder: Path, metadata: Any, tensors: Mapping[str, Any], *, is_mega
         paths = {key: path[1:] for key, path in paths.items() if len(path) > 1 and path[0] == inner[0]}
     names = {path[0]: key for key, path in paths.items() if len(path) == 1}
     if is_megatron:
-        names = {
-            name: key
-            for name, key in names.items()
-            if "optimizer" not in name.split(".")[:2] and not name.startswith("rng_state")
-        }
+        others = [name for name in names if "optimizer" in name.split(".")[:2] or name.startswith("rng_state")]
+        names = {name: key for name, key in names.items() if name not in others}
     if not names:
         held = ", ".join(sorted({path[0] for path in paths.values()})[:3]) or "no tensors"
         raise CheckpointError(
@@ -269,77 +240,21 @@ def _weights(folder: Path, metadata: Any, tensors: Mapping[str, Any], *, is_mega
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """One box of a tensor: its position in the tensor and in a file."""
+class _Box:
+    """A part of a tensor: its position in the tensor, and a function that reads its values."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: Path
-    start: int
-    length: int
-
-    def read(self, key: str, dtype: torch.dtype) -> Tensor:
-        with WEIGHTS.check(self.file).open("rb") as file:
-            file.seek(self.start)
-            data = file.read(self.length)
-        if not data.startswith(b"PK"):  # each chunk is a separate archive
-            raise _damaged(self.file, at=key)
-        try:
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise CheckpointError(
-                f"{self.file.name} holds more than a tensor at {key}, possibly code, and was not loaded; "
-                "download the checkpoint again."
-            ) from error
-        except Exception as error:  # damaged bytes can cause any exception in the reader
-            raise _damaged(self.file, at=key) from error
-        is_dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_quantized
-        if not is_dense or tuple(tensor.shape) != self.sizes or tensor.dtype != dtype:
-            raise CheckpointError(
-                f"{self.file.name} holds a different tensor at the position of {key}; download it again."
-            )
-        return tensor
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One box of a tensor: its position in the tensor and its values."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    values: LazyTensor
-
-    def read(self, key: str, dtype: torch.dtype) -> Tensor:
-        return self.values.read()
+    read: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of a folder and the chunks that fill it."""
+    """A tensor of a folder and the boxes that fill it."""
 
-    key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[_Chunk, ...] | tuple[_Part, ...]
-
-    @classmethod
-    def of(cls, folder: Path, key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> _Stored:
-        """Create the description of a tensor from the metadata of a folder.
-
-        Raises:
-            CheckpointError: If the chunks do not fill the tensor, or are not in files of the folder.
-        """
-        shape, dtype = tuple(entry.size), entry.properties.dtype
-        boxes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
-        if any((key, offsets) not in places for offsets in boxes):
-            raise _incomplete(folder, key)
-        chunks = tuple(_chunk(folder, places[key, offsets], offsets, sizes) for offsets, sizes in boxes.items())
-        if not are_tiles(shape, [(c.offsets, c.sizes) for c in chunks]) or type(dtype) is not torch.dtype:
-            raise _incomplete(folder, key)
-        for chunk in chunks:
-            if not chunk.file.is_file() or chunk.start + chunk.length > chunk.file.stat().st_size:
-                raise CheckpointError(f"{chunk.file} is missing or truncated; download it again.")
-        return cls(key, shape, dtype, chunks)
+    boxes: tuple[_Box, ...]
 
     def full(self) -> LazyTensor:
         """Return the full tensor, which is read later."""
@@ -353,33 +268,65 @@ class _Stored:
 
     def _read(self, index: int | None = None) -> Tensor:
         """Read the tensor, or its part at one index of the first axis, which is kept with length 1."""
-        if len(self.chunks) == 1 and index is None:
-            return self.chunks[0].read(self.key, self.dtype)
+        if len(self.boxes) == 1 and index is None:
+            return self.boxes[0].read()
         first, shape = (0, self.shape) if index is None else (index, (1, *self.shape[1:]))
         out = torch.empty(shape, dtype=self.dtype)
-        for chunk in self.chunks:
+        for box in self.boxes:
             into, of = [], []
-            for axis, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 start = first if axis == 0 else 0
                 low, high = max(offset, start), min(offset + size, start + shape[axis])
                 into.append(slice(low - start, max(low, high) - start))
                 of.append(slice(low - offset, max(low, high) - offset))
             if all(part.stop > part.start for part in of):
-                out[tuple(into)] = chunk.read(self.key, self.dtype)[tuple(of)]
+                out[tuple(into)] = box.read()[tuple(of)]
         return out
 
 
-def _chunk(folder: Path, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> _Chunk:
-    """Return the position of a chunk in a file of the folder.
+def _stored(folder: Path, key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> _Stored:
+    """Return a tensor of the metadata; its chunks must fill it and be in files of the folder."""
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+    if any((key, offsets) not in places for offsets in sizes):
+        raise _incomplete(folder, key)
+    boxes, ends = [], []
+    for offsets, size in sizes.items():
+        info = places[key, offsets]
+        if info.transform_descriptors:
+            raise CheckpointError(f"{folder} is compressed ({info.transform_descriptors}); save it without transforms.")
+        name, start, length = info.relative_path, int(info.offset), int(info.length)
+        if not isinstance(name, str) or Path(name).name != name:
+            raise CheckpointError(
+                f"{folder / METADATA} names {name!r}, which is not in the folder; download the checkpoint again."
+            )
+        boxes.append(_Box(offsets, size, partial(_read_chunk, folder / name, start, length, key, size, dtype)))
+        ends.append((folder / name, start + length))
+    if not are_tiles(shape, list(sizes.items())) or type(dtype) is not torch.dtype:
+        raise _incomplete(folder, key)
+    for file, end in ends:
+        if not file.is_file() or end > file.stat().st_size:
+            raise CheckpointError(f"{file} is missing or truncated; download it again.")
+    return _Stored(shape, dtype, tuple(boxes))
 
-    Raises:
-        CheckpointError: If the file is elsewhere or compressed.
-    """
-    if info.transform_descriptors:
-        raise CheckpointError(f"{folder} is compressed ({info.transform_descriptors}); save it without transforms.")
-    name = info.relative_path
-    if not isinstance(name, str) or Path(name).name != name:
+
+def _read_chunk(path: Path, start: int, length: int, key: str, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Read one chunk of a tensor, which is an archive of torch within a file."""
+    with WEIGHTS.check(path).open("rb") as file:
+        file.seek(start)
+        data = file.read(length)
+    if not data.startswith(b"PK"):
+        raise _damaged(path, at=key)
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{folder / METADATA} names {name!r}, which is not in the folder; download the checkpoint again."
-        )
-    return _Chunk(offsets, sizes, folder / name, int(info.offset), int(info.length))
+            f"{path.name} holds more than a tensor at {key}, possibly code, and was not loaded; "
+            "download the checkpoint again."
+        ) from error
+    except Exception as error:  # damaged bytes can cause any exception in the reader
+        raise _damaged(path, at=key) from error
+    is_dense = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and not tensor.is_quantized
+    if not is_dense or tuple(tensor.shape) != sizes or tensor.dtype != dtype:
+        raise CheckpointError(f"{path.name} holds a different tensor at the position of {key}; download it again.")
+    return tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,27 +28,16 @@ _NAMED_LEVELS = 2
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A GGUF file of which only the header is in memory.
-
-    Attributes:
-        path: Path of the file.
-        tensors: Tensors as the package gguf returns them, mapped from the file.
-        architecture: Name of the architecture in llama.cpp.
-        n_blocks: Number of blocks that the header states; None if it states none.
-    """
+    """A GGUF file of which only the header is in memory."""
 
     path: Path
-    tensors: tuple[Any, ...]
-    architecture: str
-    n_blocks: int | None
+    tensors: tuple[Any, ...]  # as the package gguf returns them, mapped from the file
+    architecture: str  # name in llama.cpp
+    n_blocks: int | None  # number of blocks that the header states
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Read the header of a file, which must agree with the length of the file.
-
-        Raises:
-            CheckpointError: If it is truncated or not a GGUF file.
-        """
+        """Read the header of a file, which must agree with the length of the file."""
         from gguf import GGUFReader
 
         class Reader(GGUFReader):
@@ -87,18 +76,11 @@ class GgufFile:
     def model(
         self, *, dtype: torch.dtype | str = "auto", strict: bool = True, without_memory: bool = False
     ) -> tuple[nn.Module, str]:
-        """Create the model of the file; quantized weights keep the rounding error of their quantization.
+        """Return the model of the file, and a clause that states what was not loaded, empty if all was loaded.
 
-        Args:
-            dtype: Type of the parameters. "auto" is float32, so that the only rounding is that of the quantization. For
-                architectures that transformers reads at once (LFM2, Qwen3.5) and for files that are not quantized, it
-                is the type in the file.
-            strict: Whether to raise an exception for a file that lacks tensors of its model or has too many; otherwise
-                missing parameters are random.
-            without_memory: Whether to leave the model on the meta device.
-
-        Returns:
-            The model, and a clause that states what was not loaded, empty if all was loaded.
+        Quantized weights keep the rounding error of their quantization. The dtype "auto" is float32, so that there is
+        no other rounding; for architectures that transformers reads at once (LFM2, Qwen3.5) and for files that are not
+        quantized, it is the type in the file. ``without_memory`` leaves the model on the meta device.
 
         Raises:
             CheckpointError: If transformers cannot read the architecture, or the file does not fit.
@@ -133,11 +115,7 @@ class GgufFile:
         return model, misfit.unloaded(left="random values")
 
     def state(self) -> dict[str, LazyTensor]:
-        """Return the tensors by the names of transformers; each is dequantized to float32 when it is read.
-
-        Raises:
-            CheckpointError: If transformers cannot read the architecture, or reads all its tensors at once.
-        """
+        """Return the tensors by the names of transformers; each is dequantized to float32 when it is read."""
         if self._is_read_at_once:
             raise CheckpointError(
                 f"{self.path.name} has the architecture {self.architecture}, whose tensors transformers reads all at "
@@ -181,11 +159,9 @@ class GgufFile:
             name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
             if name is not None:
                 parts.setdefault(name, []).append(tensor)
-        state = {name: _Processed(self.path.name, tuple(held), processor, names) for name, held in parts.items()}
-        own = {tensor.name: tensor for tensor in self.tensors}
-        default = TensorProcessor()
-        state |= {name: _Processed(self.path.name, (own[name],), default, {}) for name in self._beyond()}
-        return model, {name: tensor.lazy(name) for name, tensor in state.items()}
+        file, own = self.path.name, {tensor.name: tensor for tensor in self.tensors}
+        state = {name: _processed(file, name, held, processor, names) for name, held in parts.items()}
+        return model, state | {n: _processed(file, n, [own[n]], TensorProcessor(), {}) for n in self._beyond()}
 
 
 @dataclass(frozen=True)
@@ -194,10 +170,6 @@ class _Outermost:
 
     For each module transformers recomputes the names of all tensors, although no name begins at a module deep inside.
     With all modules of 30 blocks this takes ten seconds.
-
-    Attributes:
-        module: The module.
-        n_levels: Number of levels of modules within it that are included.
     """
 
     module: nn.Module
@@ -218,59 +190,38 @@ class _Outermost:
         return [(name, _Outermost(child, self.n_levels - 1)) for name, child in children]
 
 
-@dataclass(frozen=True)
-class _Processed:
-    """The tensors of a file from which one tensor of a model is computed; for experts they are several.
+def _processed(file: str, name: str, parts: Sequence[Any], processor: Any, names: Mapping[str, str]) -> LazyTensor:
+    """Return a tensor of a model, computed from tensors of a file (several for experts) when it is read."""
 
-    Attributes:
-        file: Name of the file, for messages.
-        parts: Tensors as the package gguf returns them.
-        processor: Processor of transformers for the tensors of this architecture.
-        names: Name of each tensor in the file -> name in the model.
-    """
-
-    file: str
-    parts: tuple[Any, ...]
-    processor: Any
-    names: Mapping[str, str]
-
-    def lazy(self, name: str) -> LazyTensor:
-        """Return the tensor, which is read later."""
-        n_bytes = sum(int(part.n_bytes) for part in self.parts)
-        return LazyTensor(self._shape(), torch.float32, lambda: self._read(name), n_bytes)
-
-    def _read(self, name: str) -> Tensor:
-        from gguf import dequantize
-
-        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}
-        for part in self.parts:
-            values = self._process(part, dequantize(part.data, part.tensor_type), joined)
-        return joined["tensors"][name] if joined["tensors"] else torch.from_numpy(np.array(values))
-
-    def _shape(self) -> tuple[int, ...]:
-        shapes = [tuple(int(size) for size in reversed(part.shape)) for part in self.parts]
-        if "_exps." in self.parts[0].name:
-            return (shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:])
-        values = np.broadcast_to(np.float32(-1), shapes[0])  # takes no memory
-        return tuple(self._process(self.parts[0], values, {"tensors": {}}).shape)
-
-    def _process(self, part: Any, values: Any, joined: dict[str, dict[str, Tensor]]) -> Any:
+    def process(part: Any, values: Any, joined: dict[str, dict[str, Tensor]]) -> Any:
         try:
-            return self.processor.process(
-                weights=values, name=part.name, tensor_key_mapping=self.names, parsed_parameters=joined
+            return processor.process(
+                weights=values, name=part.name, tensor_key_mapping=names, parsed_parameters=joined
             ).weights
         except Exception as error:  # a shape that the processor cannot divide
             raise CheckpointError(
-                f"{part.name} of {self.file} has a shape that does not fit the header; {_REMEDY}."
+                f"{part.name} of {file} has a shape that does not fit the header; {_REMEDY}."
             ) from error
+
+    def read() -> Tensor:
+        from gguf import dequantize
+
+        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}
+        for part in parts:
+            values = process(part, dequantize(part.data, part.tensor_type), joined)
+        return joined["tensors"][name] if joined["tensors"] else torch.from_numpy(np.array(values))
+
+    shapes = [tuple(int(size) for size in reversed(part.shape)) for part in parts]
+    if "_exps." in parts[0].name:
+        shape: tuple[int, ...] = (shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:])
+    else:
+        empty = np.broadcast_to(np.float32(-1), shapes[0])  # takes no memory
+        shape = tuple(process(parts[0], empty, {"tensors": {}}).shape)
+    return LazyTensor(shape, torch.float32, read, sum(int(part.n_bytes) for part in parts))
 
 
 def gguf_tokenizer(path: Path) -> Any:
-    """Return the tokenizer of a GGUF file as a tokenizer of Hugging Face.
-
-    Raises:
-        CheckpointError: If transformers cannot read it.
-    """
+    """Return the tokenizer of a GGUF file as a tokenizer of Hugging Face."""
     from transformers import AutoTokenizer
 
     with errors_in_one_sentence(path.name, remedy=_REMEDY), quiet_transformers():

@@ -29,14 +29,8 @@ _FOLDER = "unfinished-profiles"
 class ProfileJournal:
     """Finished layers of one profile, and the states that enter the first unfinished layer.
 
-    They are kept in a folder of the cache until the profile is complete. The folder's name is a digest of everything
-    that the result depends on.
-
-    Args:
-        folder: Folder to write to; None to keep nothing.
-
-    Attributes:
-        folder: As above.
+    They are kept in a folder of the cache until the profile is complete; without a folder nothing is kept. The folder's
+    name is a digest of everything that the result depends on.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -46,9 +40,8 @@ class ProfileJournal:
     def of(cls, *parts: Any) -> ProfileJournal:
         """Return the journal of a profile, identified by everything that its result depends on.
 
-        Args:
-            *parts: Texts, numbers, tensors, and containers of these. Other objects, such as iterators, cannot be
-                recognized in another process; with such a part nothing is kept.
+        Parts are texts, numbers, tensors, and containers of these. With other objects, such as iterators, which cannot
+        be recognized in another process, nothing is kept.
         """
         digest = hashlib.blake2b(digest_size=16)
         if not _add(digest, parts):
@@ -160,12 +153,7 @@ class FoundLayer:
 class LayerResults:
     """Collects moments and decomposes them when they are many or large.
 
-    Args:
-        options: Options of the spectra.
-        names: Name of each layer, for messages.
-        n_workers: Number of layers decomposed in parallel; None uses one worker per core.
-        journal: Journal to which each result is written at once; None if there is none.
-        after_layer: Function called when a layer is done.
+    Each result is written to the journal at once, if there is one; then ``after_layer`` is called.
     """
 
     def __init__(
@@ -192,22 +180,14 @@ class LayerResults:
         return set(self._found)
 
     def add(self, layer: int, moments: Moments) -> None:
-        """Add the moments of a layer.
-
-        Raises:
-            SnapshotError: If a layer has no spectrum.
-        """
+        """Add the moments of a layer."""
         self._waiting[layer] = moments
         is_large = sum(seen.n_bytes for seen in self._waiting.values()) >= _MOST_WAITING
         if is_large and len(self._waiting) >= (self._n_workers or n_cores()):
             self._decompose()
 
     def complete(self) -> dict[int, FoundLayer]:
-        """Decompose the remaining layers and return the results of all.
-
-        Raises:
-            SnapshotError: If a layer has no spectrum.
-        """
+        """Decompose the remaining layers and return the results of all."""
         if self._waiting:
             self._decompose()
         return self._found

@@ -53,7 +53,8 @@ def layout_of(
 
     The layout is documented for models of transformers and of the zoo, for images, and for PyTorch's own transformer
     layers. For other models one token is changed: attention, convolutions and scans propagate the change along the axis
-    of tokens, but never from one sequence to another.
+    of tokens, but never from one sequence to another. If no token depends on another, the axes of batch and token
+    cannot be distinguished and are None; code that needs them calls `require`.
 
     Args:
         model: Module that ran.
@@ -61,10 +62,6 @@ def layout_of(
         leading: Shape of the states without the axis of features.
         batch_first: Layout of the inputs as stated by the user; None if it is not stated.
         state_for: Function from inputs to the states that leave the last block.
-
-    Returns:
-        The layout. If no token depends on another, the axes of batch and token cannot be distinguished and are None;
-        code that needs them calls `require`.
 
     Raises:
         AnatomyError: If the states of different sequences depend on each other, or several residual streams are
@@ -75,7 +72,7 @@ def layout_of(
     if axis is not None:
         return BatchLayout(axis, _axis_by_size(model, inputs, leading, axis, state_for, has_tokens=bool(tokens)))
     if not tokens:  # vectors: each is a separate example, unless they turn out to be tokens of one sequence
-        main = next(_tensors(inputs), None)
+        main = next((value for _, value in _named(inputs)), None)
         is_sequence = main is not None and main.ndim == 2 and len(_changed(main, inputs, state_for)) > 1
         return BatchLayout(None if is_sequence else 0, None if is_sequence else 0, not is_sequence)
     name, main = tokens[0]
@@ -98,27 +95,27 @@ def layout_of(
     if not fitting:
         raise _folded(model, main, leading)
     if len(fitting) == 2:  # as many sequences as tokens: test whether the second entry is in the sequence of the first
-        fitting = [_axis_by_effect(name, main, inputs, state_for, changed, states)]
+        second = _changed_states(name, main, inputs, state_for, place=(1, 0))
+        rows = [each.any(dim=1 - states).nonzero().flatten().tolist() for each in (changed, second)]
+        fitting = [1 if rows[0] == rows[1] else 0]
     return BatchLayout(fitting[0], states)
 
 
 def require(axis: int | None, what: str, leading: tuple[int, ...]) -> int:
-    """Return the axis if it is known.
-
-    Args:
-        axis: Axis from a `BatchLayout`.
-        what: Name of the function or class that needs it, for the message.
-        leading: Shape of the states without the axis of features.
-
-    Raises:
-        AnatomyError: If it is unknown.
-    """
+    """Return the axis of a `BatchLayout` if it is known, or raise AnatomyError, which names what needs it."""
     if axis is None:
         raise AnatomyError(
             f"{what} needs to know which axis of states of shape {tuple(leading)} counts sequences; this cannot be "
             f"determined, because no token of this model depends on another; {_REMEDY}."
         )
     return axis
+
+
+def values_of(batch: Any) -> Iterable[Any]:
+    """Return the values of keyword or positional arguments, or those that are a single one."""
+    if isinstance(batch, Mapping):
+        return batch.values()
+    return batch if isinstance(batch, tuple | list) else [batch]
 
 
 def token_tensors(inputs: Any) -> list[tuple[Any, Tensor]]:
@@ -140,13 +137,9 @@ def _named(inputs: Any) -> Iterator[tuple[Any, Tensor]]:
     yield from ((name, value) for name, value in items if isinstance(value, Tensor) and value.ndim)
 
 
-def _tensors(inputs: Any) -> Iterator[Tensor]:
-    yield from (value for _, value in _named(inputs))
-
-
 def _documented_axis(model: nn.Module, inputs: Any) -> int | None:
     """Return the axis of the inputs that counts sequences if it is documented for the model, else None."""
-    if any(value.ndim > 3 for value in _tensors(inputs)):
+    if any(value.ndim > 3 for _, value in _named(inputs)):
         return 0  # images and videos: convolutions expect the batch first
     from workbench.zoo.constructors import is_zoo_model
 
@@ -155,7 +148,7 @@ def _documented_axis(model: nn.Module, inputs: Any) -> int | None:
         return 0
     if modules[0][:2] == ["torch", "nn"]:
         attention = next((m for m in model.modules() if isinstance(m, nn.MultiheadAttention)), None)
-        has_batch = all(value.ndim == 3 for value in _tensors(inputs) if value.is_floating_point())
+        has_batch = all(value.ndim == 3 for _, value in _named(inputs) if value.is_floating_point())
         if attention is not None and has_batch:
             return 0 if attention.batch_first else 1
     return None
@@ -171,7 +164,7 @@ def _axis_by_size(
     has_tokens: bool,
 ) -> int | None:
     """Return the axis of the states whose length is the number of sequences; None if there is none."""
-    counts = {value.shape[axis] for value in _tensors(inputs) if value.ndim > axis}
+    counts = {value.shape[axis] for _, value in _named(inputs) if value.ndim > axis}
     fitting = [position for position, size in enumerate(leading) if size in counts]
     if len(fitting) == 1:
         return fitting[0]
@@ -208,16 +201,6 @@ def _folded(model: nn.Module, main: Tensor, leading: tuple[int, ...]) -> Anatomy
     )
 
 
-def _axis_by_effect(
-    name: Any, main: Tensor, inputs: Any, state_for: Callable[[Any], Tensor], first: Tensor, states: int
-) -> int:
-    """Return the axis of the inputs that counts sequences where both axes have the same length."""
-    second = _changed_states(name, main, inputs, state_for, place=(1, 0))
-    sequence = first.any(dim=1 - states).nonzero().flatten().tolist()
-    other = second.any(dim=1 - states).nonzero().flatten().tolist()
-    return 1 if other == sequence else 0
-
-
 def _changed_states(
     name: Any,
     main: Tensor,
@@ -229,10 +212,12 @@ def _changed_states(
 ) -> Tensor:
     """Return which states change with one token (or one full sequence) of the inputs, boolean, of the leading shape."""
     changed = main.clone()
+    selected: Any = place or (0, 0)
+    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
     if sequence_axis is not None:
-        selected: Any = (slice(None),) * sequence_axis + (0,)
-    else:
-        selected = place or _first_attended(inputs, main)
+        selected = (slice(None),) * sequence_axis + (0,)
+    elif not place and isinstance(mask, Tensor) and mask.shape == main.shape[:2] and bool(mask.any()):
+        selected = tuple(mask.nonzero()[0].tolist())  # the first token that is attended
     changed[selected] = _another(main, changed[selected])
     return _difference(state_for(inputs), state_for(_with(inputs, name, changed)))
 
@@ -243,11 +228,8 @@ def _changed(main: Tensor, inputs: Any, state_for: Callable[[Any], Tensor]) -> l
     changed = main.clone()
     changed[0] = _another(main, changed[0])
     difference = _difference(state_for(inputs), state_for(_with(inputs, name, changed)))
-    return (
-        difference.flatten(1).any(1).nonzero().flatten().tolist()
-        if difference.ndim > 1
-        else (difference.nonzero().flatten().tolist())
-    )
+    difference = difference.flatten(1).any(1) if difference.ndim > 1 else difference
+    return difference.nonzero().flatten().tolist()
 
 
 def _difference(before: Tensor, after: Tensor) -> Tensor:
@@ -265,14 +247,6 @@ def _difference(before: Tensor, after: Tensor) -> Tensor:
         eps = torch.finfo(before.dtype).eps if before.is_floating_point() else 0.0
         changed = size > _ROUNDING * eps * max(largest, float(before.double().abs().max()))
     return changed
-
-
-def _first_attended(inputs: Any, main: Tensor) -> tuple[int, int]:
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
-    if isinstance(mask, Tensor) and mask.shape == main.shape[:2] and bool(mask.any()):
-        row, column = mask.nonzero()[0].tolist()
-        return row, column
-    return 0, 0
 
 
 def _another(main: Tensor, value: Tensor) -> Tensor:

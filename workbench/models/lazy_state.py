@@ -32,12 +32,8 @@ _KNOWN = {
 
 
 def base_model(folder: Path) -> Path:
-    """Return the path of the base model that an adapter names.
-
-    Raises:
-        CheckpointError: If that is not a local file or folder.
-    """
-    name = _config(folder).get("base_model_name_or_path")
+    """Return the path of the base model that an adapter names, which must be a local file or folder."""
+    name = CONFIG.json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     places = [Path(name).expanduser(), folder / name] if isinstance(name, str) and name else []
     for place in places:
         if place.exists() and place.resolve() != folder.resolve():
@@ -48,28 +44,19 @@ def base_model(folder: Path) -> Path:
     )
 
 
-def is_transposed(folder: Path) -> bool:
-    """Return whether the matrices of the base model have shape (inputs, outputs), like those of GPT-2."""
-    return bool(_config(folder).get("fan_in_fan_out"))
-
-
 def merged(
-    folder: Path, base: Mapping[str, LazyTensor], transposed: Callable[[str], bool | None]
+    folder: Path, base: Mapping[str, LazyTensor], transposed: Callable[[str], bool | None] | None = None
 ) -> dict[str, LazyTensor]:
     """Return the tensors of a base model with an adapter merged into them, W + scale B A.
 
-    Each sum is computed when its tensor is read, in float32 or wider, and rounded once to the type of W.
-
-    Args:
-        folder: Folder of the adapter.
-        base: Tensors of the base model by name.
-        transposed: Function from the name of a matrix to whether it has shape (inputs, outputs); it returns None for a
-            matrix that LoRA does not change.
+    Each sum is computed when its tensor is read, in float32 or wider, and rounded once to the type of W. ``transposed``
+    maps the name of a matrix to whether it has shape (inputs, outputs), or to None if LoRA does not change it; without
+    it the adapter states this for all of them.
 
     Raises:
         CheckpointError: If the adapter is damaged, does not fit the base model, or uses more than LoRA.
     """
-    options = _config(folder)
+    options = CONFIG.json(folder / ADAPTER_CONFIG)
     _check_is_lora(folder, options)
     file = next((folder / name for name in _FILES if (folder / name).is_file()), None)
     if file is None:
@@ -82,7 +69,7 @@ def merged(
             module = name.removesuffix(first)
             target = f"{module}.weight"
             is_embedding = first == ".lora_embedding_A"
-            flips = is_embedding or transposed(target)
+            flips = is_embedding or (bool(options.get("fan_in_fan_out")) if transposed is None else transposed(target))
             a, b = tensors[name], tensors.get(module + second)
             if target not in base or b is None or flips is None or (a.ndim, b.ndim) != (2, 2):
                 raise CheckpointError(
@@ -108,11 +95,8 @@ def merged(
 def kind_of_matrix(module: nn.Module, names: Mapping[str, str]) -> Callable[[str], bool | None]:
     """Return a function from the name of a matrix to whether it has shape (inputs, outputs); None if it is neither.
 
-    The answer follows from the class of the module that holds the matrix.
-
-    Args:
-        module: The model.
-        names: Name of a tensor without wrappers -> its name in the model.
+    The answer follows from the class of the module that holds the matrix. ``names`` maps the names of tensors without
+    wrappers to those in the model.
     """
     modules = dict(module.named_modules())
 
@@ -144,16 +128,8 @@ def _sum(file: Path, weight: LazyTensor, name: str, a: Tensor, b: Tensor, scale:
     return LazyTensor(weight.shape, weight.dtype, read, weight.n_bytes)
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    return CONFIG.json(folder / ADAPTER_CONFIG)
-
-
 def _check_is_lora(folder: Path, options: Mapping[str, Any]) -> None:
-    """Raise an exception if an adapter does, or may do, more than add the product of two matrices.
-
-    Raises:
-        CheckpointError: In that case.
-    """
+    """Raise CheckpointError if an adapter does, or may do, more than add the product of two matrices."""
     merge = "merge it with peft's merge_and_unload() and save the result."
     if (kind := options.get("peft_type")) != "LORA":
         raise CheckpointError(f"{folder} is an adapter of type {kind}, not LORA; {merge}")
@@ -189,22 +165,19 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
         CheckpointError: If the weights are missing, damaged, incomplete, or stored with code.
     """
     with CHECKPOINT.reading(path):
-        if path.is_dir():
-            return _of_folder(own_checkpoint(path))
-        if path.suffix == ".gguf":
+        if path.suffix == ".gguf" and not path.is_dir():
             from workbench.models.gguf_file import GgufFile
 
             return GgufFile.read(path).state()
-        return place_state(path)
-
-
-def _of_folder(folder: Path) -> dict[str, LazyTensor]:
-    if is_adapter(folder):
-        return merged(folder, lazy_state(base_model(folder)), lambda _: is_transposed(folder))
-    state: dict[str, LazyTensor] = {}
-    for place in weight_places(folder):
-        found = place_state(place)
-        if repeated := state.keys() & found.keys():
-            raise CheckpointError(f"{folder} holds {min(repeated)} in several files; keep only one of them.")
-        state |= found
-    return state
+        if not path.is_dir():
+            return place_state(path)
+        folder = own_checkpoint(path)
+        if is_adapter(folder):
+            return merged(folder, lazy_state(base_model(folder)))
+        state: dict[str, LazyTensor] = {}
+        for place in weight_places(folder):
+            found = place_state(place)
+            if repeated := state.keys() & found.keys():
+                raise CheckpointError(f"{folder} holds {min(repeated)} in several files; keep only one of them.")
+            state |= found
+        return state

@@ -52,26 +52,15 @@ def tensors_in(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross entropy over the targets, in nats.
-
-    Args:
-        logits: Logits, shape (..., class).
-        targets: Class indices, shape (...); -100 is ignored.
-    """
+    """Return the mean cross entropy of logits (..., class) over targets (...), in nats; -100 is ignored."""
     return cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
 
 
 def largest_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the mean of the largest eighth of the token losses, in nats, where wrong labels are visible first.
 
-    The cost is a sort of the targets, and the loss of at most 256 of them, evenly spaced among the valid ones.
-
-    Args:
-        logits: Logits, shape (..., class).
-        targets: Class indices, shape (...); values that are not classes, such as -100, are ignored.
-
-    Returns:
-        A 0-dim tensor; NaN if no target is valid.
+    The cost is a sort of the targets, and the loss of at most 256 of them, evenly spaced among the valid ones. Targets
+    that are not classes, such as -100, are ignored. The result is a 0-dim tensor; NaN if no target is valid.
     """
     flat = targets.flatten()
     is_class = (flat >= 0) & (flat < logits.shape[-1])
@@ -98,13 +87,7 @@ def _places(number: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def targets_of(model: nn.Module, inputs: Any, output: Any) -> tuple[Tensor, Tensor] | None:
-    """Return the logits and the labels that a Hugging Face model compares, aligned; None if they are unknown.
-
-    Args:
-        model: Model that received the inputs.
-        inputs: Mapping with ``labels``.
-        output: Output of the model, with ``logits``.
-    """
+    """Return the logits and labels that a Hugging Face model compares, aligned; None if they are unknown."""
     labels = inputs.get("labels") if isinstance(inputs, Mapping) else None
     logits = prediction_of(output)
     if not (isinstance(labels, Tensor) and isinstance(logits, Tensor)) or not hasattr(model, "loss_type"):
@@ -148,14 +131,7 @@ def accuracy_on_device(logits: Any, targets: Tensor) -> Tensor | None:
 
 
 def require_graph(loss: object) -> Tensor:
-    """Return a loss if it is a 0-dim tensor with a graph.
-
-    Args:
-        loss: The result of a user's ``loss_of(model)``.
-
-    Raises:
-        OptionError: If it is not.
-    """
+    """Return a loss of a user if it is a 0-dim tensor with a graph, or raise OptionError."""
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         remedy = "return the loss of model(inputs), computed with gradients enabled"
         raise OptionError.of("loss_of(model)", loss, "a 0-dim tensor with a graph", remedy=remedy)

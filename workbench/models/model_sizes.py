@@ -29,41 +29,24 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a model; a size is None if it does not exist or is unknown.
+    """Sizes of a model; a size is None if it does not exist or is unknown."""
 
-    Attributes:
-        n_heads: Number of query heads of each block.
-        n_kv_heads: Number of key-value heads of each block.
-        depth: Number of residual blocks.
-        width: Width of the residual stream.
-        inner_width: Width of the hidden layer of the MLP, or of the module that replaces it.
-        n_experts: Number of experts in each block.
-        vocabulary: Number of tokens in the vocabulary.
-        max_length: Longest sequence, in tokens.
-        image_size: Side length of an image, in pixels.
-        n_channels: Number of channels of an image.
-        patch_size: Side length of a patch, in pixels.
-    """
-
-    n_heads: int | None = None
+    n_heads: int | None = None  # query heads of each block
     n_kv_heads: int | None = None
     depth: int | None = None
     width: int | None = None
-    inner_width: int | None = None
+    inner_width: int | None = None  # width of the hidden layer of the MLP, or of the module that replaces it
     n_experts: int | None = None
-    vocabulary: int | None = None
-    max_length: int | None = None
-    image_size: int | None = None
+    vocabulary: int | None = None  # tokens
+    max_length: int | None = None  # of a sequence, in tokens
+    image_size: int | None = None  # side length, in pixels
     n_channels: int | None = None
-    patch_size: int | None = None
+    patch_size: int | None = None  # side length, in pixels
 
     def supports_tensor_parallel(self, n: PositiveInt) -> bool:
         """Return whether every matrix can be split over ``n`` devices, each with complete heads.
 
         If there are fewer key-value heads than devices, they are copied; one number must divide the other.
-
-        Args:
-            n: Number of devices.
         """
         if self.n_heads is not None and self.n_heads % n:
             return False
@@ -74,16 +57,13 @@ class ModelSizes:
 
 
 def model_sizes(source: Any) -> ModelSizes:
-    """Return the sizes of a design, a model, a subject, or the configuration of one.
-
-    Args:
-        source: An object with ``describe()`` or ``config``, a configuration of the zoo or of transformers, or a mapping
-            of its options.
-    """
+    """Return the sizes of a design, a model, a subject, or the configuration of one, also as a mapping."""
     found: dict[str, int | None] = {}
     option = _options(source)
     for name, spellings in _NAMES.items():
-        values = (_side(option(spelling)) for spelling in spellings)
+        values = [option(spelling) for spelling in spellings]
+        is_pair = [isinstance(value, list | tuple) and len(value) == 2 for value in values]  # of height and width
+        values = [v[0] if pair and v[0] == v[1] else v for v, pair in zip(values, is_pair, strict=True)]
         found[name] = next((int(v) for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
     ratio, expand = option("mlp_ratio"), option("expand")
     if found["inner_width"] is None and found["width"] is not None and found["n_heads"] is not None:
@@ -100,12 +80,6 @@ def nearest_size(target: int, is_possible: Callable[[int], bool], *, highest: in
     """Return the possible number from 1 to ``highest`` that is nearest by ratio; of two equally near, the smaller."""
     possible = [n for n in range(1, highest + 1) if is_possible(n)]
     return min(possible, key=lambda n: (abs(math.log(n / target)), n))
-
-
-def _side(value: Any) -> Any:
-    """Return a single number for an equal height and width; other values unchanged."""
-    is_square = isinstance(value, list | tuple) and len(value) == 2 and value[0] == value[1]
-    return value[0] if is_square else value
 
 
 def _options(source: Any) -> Callable[[str], Any]:

@@ -67,19 +67,12 @@ class OutsideStack:
 
 @dataclass(frozen=True, eq=False)
 class _Exit:
-    """A place where the state that leaves a layer may be read.
+    """A place where the state that leaves a layer may be read."""
 
-    Attributes:
-        call: Call that receives or returns the state.
-        state: Tensor that is the state, or that holds it next to another state.
-        is_output: Whether the call returns the state.
-        start: Index of its first feature in the tensor; None if the tensor is the state.
-    """
-
-    call: Call
-    state: State
+    call: Call  # that receives or returns the state
+    state: State  # the state, or a tensor that holds it next to another state
     is_output: bool
-    start: int | None = None
+    start: int | None = None  # index of its first feature in that tensor; None if the tensor is the state
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,15 +97,8 @@ def find_outside_stacks(
 
     Up to rounding, the state that leaves a layer must be a linear combination of the state that entered, of the outputs
     of the layer's modules and possibly of earlier states; each has one factor, or one factor per feature. A norm may
-    follow each sum. This is checked in every layer.
-
-    Args:
-        model: Model, which is run twice and not changed.
-        inputs: Inputs as for `call_model`.
-        known: Containers whose members are known to return the stream themselves.
-
-    Returns:
-        The stacks, and the names of the containers whose members pass on a state that is no such sum.
+    follow each sum. This is checked in every layer. Containers in ``known`` return the stream themselves. Also return
+    the names of the containers whose members pass on a state that is no such sum.
     """
     calls = record_calls(model, inputs, everything=True)
     called = {call.module for call in calls}
@@ -153,17 +139,8 @@ def choose_outside(
 
     Without a name, the stack must be a chain with as many layers as the config states (or a multiple, where layers have
     several branches), and must hold at least half of the parameters of all repeated modules. Of several such stacks the
-    longest is chosen, and of equally long ones the last to run.
-
-    Args:
-        model: Model, for its config and its parameters.
-        stacks: Stacks found.
-        others: Containers whose members pass on a state that is no sum.
-        stack: Name of the stack; None if none was given.
-        refusal: Error that says why the model has no stack of complete blocks.
-
-    Raises:
-        AnatomyError: If there is no such stack: ``refusal``, with the stacks that can be chosen by name.
+    longest is chosen, and of equally long ones the last to run. If there is none, ``refusal`` is raised, which says why
+    the model has no stack of complete blocks, with the stacks that can be chosen by name.
     """
     if stack is None:
         counts = block_counts(model)
@@ -199,13 +176,8 @@ def _side_by_side(
 ) -> dict[str, nn.Module]:
     """Find lists of equal length under one parent whose members alternate, such as norms, attentions and MLPs.
 
-    Args:
-        loops: Lists by their paths.
-        calls: Calls of one forward pass.
-        names: Paths of all modules. The layers are added to it, each under the path of its first member with a matrix.
-
-    Returns:
-        Lists of layers, which are no modules of the model, by the names of the lists joined by ``+``.
+    Return lists of layers, which are no modules of the model, by the names of the lists joined by ``+``. The layers are
+    added to the names of modules, each under the path of its first member with a matrix.
     """
     groups: dict[tuple[str, int], list[str]] = {}
     for name, container in loops.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +22,7 @@ from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import take_examples
 from workbench.models.calling import on_device_of
+from workbench.models.probing import eval_mode
 from workbench.models.wrapping import unwrap
 from workbench.option_checks import PositiveInt, checked
 from workbench.zoo import ZooModel
@@ -187,7 +187,7 @@ class UnitNorm(nn.Module):
 
 def unparametrize(model: nn.Module) -> None:
     """Remove all parametrizations of a model; its effective weights stay the same."""
-    with _still(model):
+    with eval_mode(model):  # in which reading a weight does not advance its power iteration
         for module in list(model.modules()):
             if parametrize.is_parametrized(module) and isinstance(module.parametrizations, nn.ModuleDict):
                 for name in list(module.parametrizations):
@@ -237,24 +237,13 @@ def require_unparametrized(model: nn.Module) -> None:
             )
 
 
-@contextmanager
-def _still(model: nn.Module) -> Iterator[None]:
-    """Put a model in eval mode, where reading a weight does not advance its power iteration."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was_training in before:
-            module.training = was_training
-
-
 def _linear_maps(model: nn.Module, inputs: Any) -> Iterator[nn.Module]:
     """Yield every linear map in the residual blocks once."""
     seen: set[int] = set()
     for block in _blocks(model, inputs):
         for module in block.modules():
-            if _is_linear(module) and id(module) not in seen:
+            is_linear = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+            if is_linear and getattr(getattr(module, "weight", None), "ndim", 0) == 2 and id(module) not in seen:
                 seen.add(id(module))
                 yield module
     if not seen:
@@ -274,8 +263,3 @@ def _blocks(model: nn.Module, inputs: Any) -> list[nn.Module]:
         )
     anatomy = read_anatomy(model, on_device_of(model, take_examples(inputs, slice(0, 2))))
     return [site.module for site in anatomy.sites]
-
-
-def _is_linear(module: nn.Module) -> bool:
-    weight: Tensor | None = getattr(module, "weight", None)
-    return (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and getattr(weight, "ndim", 0) == 2

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError, WorkbenchError
-from workbench.models.state_files import LazyTensor
 from workbench.models.state_fit import Misfit, in_order, shapes_differ, some, unwrapped_names
 from workbench.models.weight_folders import FolderWeights, folder_weights
 
@@ -49,21 +48,10 @@ def open_pretrained(
     strict: bool = True,
     without_memory: bool = False,
 ) -> tuple[nn.Module, str]:
-    """Open the model of a Hugging Face folder or hub name, with all its weights.
+    """Open the model of a Hugging Face folder or hub name; also return a clause that describes what was not loaded.
 
-    Args:
-        source: Path or name as transformers takes it.
-        folder: Folder of the files; None if they must be downloaded first.
-        trust_remote_code: Whether Python code of the checkpoint may run.
-        dtype: Number format of the parameters, or "auto".
-        is_local: Whether to avoid the network.
-        strict: Whether to raise an exception if parameters do not fit; otherwise those that fit are loaded.
-        without_memory: Whether to leave the model on the meta device. Its parameters are compared with the files in
-            any case.
-
-    Returns:
-        The model, and a clause that describes the tensors that were not loaded (if strict, at most those of another
-        head).
+    The folder holds the files; it is None if they must be downloaded first. If not ``strict``, the parameters that fit
+    are loaded. ``without_memory`` leaves the model on the meta device; its parameters are compared with the files too.
 
     Raises:
         CheckpointError: If config.json is invalid, or the weights are damaged, contain code or do not fit.
@@ -71,14 +59,12 @@ def open_pretrained(
     import transformers
 
     with errors_in_one_sentence(source), quiet_transformers() as reports:
-        options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        config = transformers.AutoConfig.from_pretrained(
-            source, local_files_only=is_local, trust_remote_code=trust_remote_code
-        )
+        options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": is_local}
+        config = transformers.AutoConfig.from_pretrained(source, **options)
         # A config.json may name kernels, which transformers would download and run.
         config._attn_implementation = "eager" if config._attn_implementation == "eager" else None
         config._experts_implementation = None
-        loader = _Loader(source, config, {**options, "dtype": dtype, "local_files_only": is_local}, reports, folder)
+        loader = _Loader(source, config, {**options, "dtype": dtype}, reports, folder)
         cls = loader.choose(_model_classes(config, trust_remote_code=trust_remote_code))
         model, misfit = loader.load_well(cls, strict=strict, without_memory=without_memory)
         require_fit(model, misfit, source, strict=strict, remedy="download the checkpoint again or correct config.json")
@@ -112,23 +98,14 @@ def require_fit(model: nn.Module, misfit: Misfit, source: str, *, strict: bool, 
 
 @dataclass
 class _Loader:
-    """A checkpoint that is loaded repeatedly until a class fits.
+    """A checkpoint that is loaded repeatedly until a class fits."""
 
-    Attributes:
-        source: Path or name as transformers takes it.
-        config: Config object of transformers.
-        options: Arguments of every ``from_pretrained``.
-        reports: Log messages of transformers from the last load.
-        folder: Folder of the files; None if they have not been downloaded.
-        weights: Tensors in the files; None if unknown.
-    """
-
-    source: str
+    source: str  # path or name as transformers takes it
     config: Any
-    options: dict[str, Any]
-    reports: list[str]
-    folder: Path | None
-    weights: FolderWeights | None = None
+    options: dict[str, Any]  # of every from_pretrained
+    reports: list[str]  # log messages of transformers from the last load
+    folder: Path | None  # None if the files have not been downloaded
+    weights: FolderWeights | None = None  # tensors in the files; None if unknown
 
     def choose(self, classes: Sequence[Any]) -> Any:
         """Return the first class that the weights fit exactly, else the first whose parameters are all present."""
@@ -146,16 +123,13 @@ class _Loader:
         return (filled or classes)[0]
 
     def load_well(self, cls: Any, *, strict: bool, without_memory: bool = False) -> tuple[nn.Module, Misfit]:
-        """Load the model under the tensor names that fit better: those of the files, or those without wrappers.
-
-        Returns:
-            The model, and the tensors that do not fit.
-        """
+        """Load the model under the tensor names that fit better: those of the files, or those without wrappers."""
         self._find_weights()
         can_read_files = self.weights is None or self.weights.is_usual
         plain = self._is_wrapped or not can_read_files
         # Missing parameters would be initialized at random, in memory that may not be available.
-        is_short = strict and self.weights is not None and self._n_parameters(cls) > self.weights.n_elements
+        n_held = sum(t.n_elements for t in self.weights.state.values()) if self.weights is not None else 0
+        is_short = strict and self.weights is not None and self._n_parameters(cls) > n_held
         is_short = is_short or without_memory
         model, misfit = self._load(cls, plain=plain, without_memory=is_short)
         self._find_weights()  # the files of a hub name have been downloaded by now
@@ -176,7 +150,7 @@ class _Loader:
 
     @property
     def _is_wrapped(self) -> bool:
-        names = () if self.weights is None else self.weights.names
+        names = () if self.weights is None else self.weights.state
         return any(name != plain for name, plain in unwrapped_names(names).items())
 
     def _find_weights(self) -> None:
@@ -205,13 +179,12 @@ class _Loader:
         )
 
     def _load(self, cls: Any, *, plain: bool, without_memory: bool) -> tuple[nn.Module, Misfit]:
-        """Load the model with transformers.
+        """Load the model with transformers; ``plain`` uses tensor names without wrappers.
 
-        Args:
-            cls: A model class or an auto class.
-            plain: Whether to use tensor names without wrappers.
-            without_memory: Whether to leave the model on the meta device, where only the fit is needed.
+        ``without_memory`` leaves it on the meta device, where only the fit is needed.
         """
+        import transformers
+
         options = {**self.options, "config": self.config, "ignore_mismatched_sizes": True, "output_loading_info": True}
         if without_memory and not self._is_quantized:
             options["device_map"] = {"": "meta"}
@@ -224,11 +197,22 @@ class _Loader:
             else:
                 if not hasattr(cls, "base_model_prefix"):  # an auto class, which finds custom code only by the path
                     cls = type(self._load(cls, plain=False, without_memory=True)[0])
-                names = unwrapped_names(self.weights.names) if plain else {name: name for name in self.weights.names}
-                state = _meta(self.weights.state) if "device_map" in options else self.weights.read()
+                names = unwrapped_names(self.weights.state) if plain else {name: name for name in self.weights.state}
+                state = (
+                    self.weights.read()
+                    if "device_map" not in options
+                    else {
+                        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                        for name, tensor in self.weights.state.items()
+                    }
+                )
                 state = {names[name]: tensor for name, tensor in state.items()}
                 model, info = cls.from_pretrained(None, state_dict=state, **options)
-                self._add_what_no_path_gave(model)
+                # What from_pretrained adds to a model loaded from a path, but not to one loaded from a state dict.
+                model.config.name_or_path = model.name_or_path = self.source
+                if self.folder and model.can_generate() and (self.folder / "generation_config.json").exists():
+                    generation = transformers.GenerationConfig.from_pretrained(self.folder, local_files_only=True)
+                    model.generation_config = generation
         except RuntimeError as error:
             if broken := re.findall(r"^(\S.*?)\s*\|\s*\S*CONVERSION", "\n".join(self.reports), re.MULTILINE):
                 raise CheckpointError(
@@ -245,19 +229,6 @@ class _Loader:
             ) from error
         return model, read_misfit(model, info)
 
-    def _add_what_no_path_gave(self, model: Any) -> None:
-        """Set what from_pretrained adds to a model loaded from a path, but not to one loaded from a state dict."""
-        from transformers import GenerationConfig
-
-        model.config.name_or_path = model.name_or_path = self.source
-        if model.can_generate() and self.folder is not None and (self.folder / "generation_config.json").exists():
-            model.generation_config = GenerationConfig.from_pretrained(self.folder, local_files_only=True)
-
-
-def _meta(state: Mapping[str, LazyTensor]) -> dict[str, torch.Tensor]:
-    """Return meta tensors of the same shapes and types."""
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
-
 
 def _model_classes(config: Any, *, trust_remote_code: bool) -> list[Any]:
     """Return the class that the checkpoint was saved from, with its head; several if config.json names none."""
@@ -271,6 +242,7 @@ def _model_classes(config: Any, *, trust_remote_code: bool) -> list[Any]:
         )
     config.architectures = list(names) or None
     has_own_code = trust_remote_code and bool(getattr(config, "auto_map", None))
+    every = [name for name in dir(transformers) if name.startswith("MODEL_") and name.endswith("MAPPING")]
     unrelated = []
     for name in names:
         cls = getattr(transformers, name, None) if name.isidentifier() else None
@@ -278,7 +250,7 @@ def _model_classes(config: Any, *, trust_remote_code: bool) -> list[Any]:
             continue
         if name.endswith("PreTrainedModel"):
             continue
-        if isinstance(config, cls.config_class or ()) or cls in _of_type(config, _all_mappings()):
+        if isinstance(config, cls.config_class or ()) or cls in _of_type(config, every):
             return [cls]
         unrelated.append(name)
     if unrelated and not has_own_code:
@@ -304,12 +276,6 @@ def _of_type(config: Any, mappings: Sequence[str]) -> list[Any]:
             found = getattr(transformers, mapping).get(type(config), ())
             classes += found if isinstance(found, (list, tuple)) else [found]
     return list(dict.fromkeys(classes))
-
-
-def _all_mappings() -> list[str]:
-    import transformers
-
-    return [name for name in dir(transformers) if name.startswith("MODEL_") and name.endswith("MAPPING")]
 
 
 def _without_memory(cls: Any, config: Any) -> nn.Module | None:
@@ -342,14 +308,15 @@ def _names_in_family(cls: Any, config: Any) -> set[str]:
 
 def _integers(model: nn.Module, weights: FolderWeights, misfit: Misfit) -> tuple[str, ...]:
     """Return integer tensors of the files that transformers loaded as floats: quantized weights without scales."""
-    if not weights.integers:
+    integers = [name for name, t in weights.state.items() if not (t.dtype.is_floating_point or t.dtype.is_complex)]
+    if not integers:
         return ()
     own = model.state_dict()
-    names = unwrapped_names(weights.names)
+    names = unwrapped_names(weights.state)
     base = f"{getattr(model, 'base_model_prefix', '')}."
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"position_ids$"]
     taken = []
-    for file_name in weights.integers:
+    for file_name in integers:
         name = names[file_name]
         target = next((own[n] for n in (name, base + name, name.removeprefix(base)) if n in own), None)
         if target is None:  # merged with others, renamed, or ignored
@@ -365,15 +332,7 @@ def _integers(model: nn.Module, weights: FolderWeights, misfit: Misfit) -> tuple
 def errors_in_one_sentence(
     source: str, *, remedy: str = "check its config.json, or download the checkpoint again"
 ) -> Iterator[None]:
-    """Convert every error that transformers raises for a checkpoint into a CheckpointError.
-
-    Args:
-        source: Checkpoint that is read.
-        remedy: What to do, if the error does not state it.
-
-    Raises:
-        CheckpointError: With the first line of the error.
-    """
+    """Convert every error that transformers raises for a checkpoint into a CheckpointError with its first line."""
     try:
         yield
     except WorkbenchError:
@@ -389,17 +348,11 @@ def errors_in_one_sentence(
                 f"{source} needs its own Python code; read that code, then pass "
                 "wb.open_checkpoint(..., trust_remote_code=True)."
             ) from error
-        raise _cannot_open(source, error, remedy) from error
+        raise CheckpointError(f"transformers cannot open {source}: {_reason(error)}; {remedy}.") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # raised by tokenizers, which is written in Rust; no Exception
             raise
-        raise _cannot_open(source, error, remedy) from error
-
-
-def _cannot_open(source: str, error: BaseException, remedy: str) -> CheckpointError:
-    """Create the exception for a checkpoint that transformers cannot open."""
-    reason = _reason(error)
-    return CheckpointError(f"transformers cannot open {source}: {reason}; {remedy}.")
+        raise CheckpointError(f"transformers cannot open {source}: {_reason(error)}; {remedy}.") from error
 
 
 def _reason(error: BaseException) -> str:
@@ -424,11 +377,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def quiet_transformers() -> Iterator[list[str]]:
-    """Suppress the progress bars and load reports of transformers; restore the user's setting afterwards.
-
-    Yields:
-        The list to which the load reports are appended.
-    """
+    """Suppress the progress bars and load reports of transformers, and yield the list to which reports are appended."""
     from transformers.utils import logging as its_logging
 
     reports: list[str] = []

@@ -38,10 +38,7 @@ class KeptState:
     Followed are lists, dictionaries, sets, arrays, own objects, and functions with their closures, defaults and the
     globals that they name. Classes and functions of installed packages are not followed. An iterator that cannot be
     copied, such as a generator or a file, is replaced during the pass by an object that raises SnapshotError when it is
-    used: the model cannot be measured then, but its training is unchanged.
-
-    Attributes:
-        tensors: Tensors that were found; they are not copied.
+    used: the model cannot be measured then, but its training is unchanged. Tensors that were found are not copied.
     """
 
     def __init__(self) -> None:
@@ -199,16 +196,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
     Tensors that a forward pass writes to are copied just before the first write (some models rescale their weights in
     place on the first call in eval mode). Attributes, replaced buffers and other state are restored, see `KeptState`.
-
-    Args:
-        model: Module that will run; its existing hooks remain active.
+    Hooks of the model remain active.
     """
     with ExitStack() as stack:
         stack.enter_context(as_written())
         stack.enter_context(_restored_random_state())
         tensors = stack.enter_context(_restored_attributes(model))
         stack.enter_context(config_options(family_options(model)))
-        stack.enter_context(_without_fast_path())
+        # nn.TransformerEncoder has a fused kernel, which bypasses hooks and projections.
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.no_grad())
         stack.enter_context(_WriteGuard([*model.parameters(), *model.buffers(), *tensors]))
         for module in model.modules():
@@ -261,12 +258,10 @@ def _origin(hook: Any) -> str:
 
 @contextmanager
 def watch(requests: Iterable[HookRequest]) -> Iterator[None]:
-    """Attach hooks; remove them afterwards in any case.
+    """Attach hooks, each given as module, hook and whether it runs before the module; always remove them afterwards.
 
-    Args:
-        requests: Module, hook, and True for a hook that runs before the module. A hook before the module receives
-            (module, args, kwargs), one after it (module, args, kwargs, output). Unless it is None, the value that a
-            hook returns replaces the arguments or the output.
+    A hook before the module receives (module, args, kwargs), one after it (module, args, kwargs, output). Unless it is
+    None, the value that a hook returns replaces the arguments or the output.
     """
     handles = []
     try:
@@ -310,11 +305,14 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def _restored_attributes(model: nn.Module) -> Iterator[list[Tensor]]:
     """Restore attributes, hooks, children, the identity of buffers, and what the model's code refers to.
 
-    Yields:
-        Tensors that are neither parameters nor buffers, whose values are not restored.
+    Yield tensors that are neither parameters nor buffers, whose values are not restored.
     """
     before = [
-        (module, _plain_attributes(module), {name: dict(module.__dict__[name]) for name in _tables(module)})
+        (
+            module,
+            _plain_attributes(module),
+            {n: dict(t) for n in _RESTORED if isinstance(t := vars(module).get(n), dict)},
+        )
         for module in model.modules()
     ]
     kept = KeptState()
@@ -339,10 +337,6 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in module.__dict__.items() if name not in _TABLES}
 
 
-def _tables(module: nn.Module) -> list[str]:
-    return [name for name in _RESTORED if isinstance(module.__dict__.get(name), dict)]
-
-
 def family_options(model: nn.Module) -> list[Option]:
     """Return the config options that must be set for a model of a known family to be measured."""
     return [
@@ -351,17 +345,6 @@ def family_options(model: nn.Module) -> list[Option]:
         for name, value in RUN_OVERRIDES.get(str(getattr(config, "model_type", "")), {}).items()
         if hasattr(config, name)
     ]
-
-
-@contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Keep nn.TransformerEncoder from its fused kernel, which bypasses hooks and projections."""
-    was_enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(was_enabled)
 
 
 class _WriteGuard(TorchDispatchMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -28,6 +28,7 @@ from workbench.models.calling import device_of
 from workbench.models.capture import capture_layers, is_sketched
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.layer_results import LayerResults, ProfileJournal, n_waiting
+from workbench.models.layout import values_of
 from workbench.models.residual_check import require_residuals
 from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from workbench.koopman.dmd import DmdOptions
     from workbench.models.anatomy import Anatomy
     from workbench.models.batches import Batches
-    from workbench.models.streaming import StreamedWeights
     from workbench.models.subject import Subject
 
 #: Number of tokens assumed for an image.
@@ -110,18 +110,7 @@ def profile_cost(
     *,
     is_timed: bool,
 ) -> ProfileCost:
-    """Estimate memory and time of a profile from shapes.
-
-    Args:
-        subject: Subject.
-        anatomy: Anatomy of its model.
-        batches: Batches of inputs.
-        options: Options of the spectra.
-        layers: Layers that are measured.
-        n_snapshots: Maximum number of snapshots; None for all.
-        n_workers: Number of layers decomposed in parallel; None for one per core.
-        is_timed: Whether to measure the speed of this machine, which takes a fraction of a second.
-    """
+    """Estimate memory and time of a profile from shapes; to time this machine takes a fraction of a second."""
     width, rank, device = anatomy.width, options.rank, device_of(subject.model)
     blocks = [anatomy.sites[layer].module for layer in layers]
     itemsize = max((p.element_size() for p in subject.model.parameters() if p.is_floating_point()), default=4)
@@ -152,7 +141,12 @@ def profile_cost(
             2 * n_parameters * total / _speed(_dtype(subject.model), (min(most, _TRIAL_TOKENS), width, inner), device)
         )
         seconds += len(layers) * flops / _speed(torch.float64, (min(n_seen, width), width, width), device)
-        seconds += len(layers) * _seconds_of_spectrum(n_modes) / n_together
+        trial = min(n_modes, _TRIAL_WIDTH)
+        x = torch.randn(2 * trial, trial, generator=torch.Generator().manual_seed(0))
+        seen = SnapshotMoments(trial).update(x, x + 0.1 * x.roll(1, 0))
+        start = time.perf_counter()
+        layer_spectra([seen], n_workers=1)
+        seconds += len(layers) * (time.perf_counter() - start) * (n_modes / trial) ** 3 / n_together
     return ProfileCost(
         0 if subject.streamed is None else max(map(subject.streamed.n_bytes, blocks)),
         states,
@@ -180,8 +174,7 @@ def require_memory(cost: ProfileCost, subject: Subject) -> None:
 
 def _n_tokens(item: Any) -> int:
     """Return the number of token states of a batch as estimated from shapes; 0 if it holds no tensor."""
-    values = item.values() if isinstance(item, Mapping) else item if isinstance(item, tuple | list) else [item]
-    first = next((value for value in values if isinstance(value, Tensor) and value.ndim), None)
+    first = next((value for value in values_of(item) if isinstance(value, Tensor) and value.ndim), None)
     if first is None:
         return 0
     if first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point()):
@@ -203,16 +196,6 @@ def _speed(dtype: torch.dtype, shape: tuple[int, int, int], device: torch.device
         nn.functional.linear(x, weight).float().sum().item()
         seconds.append(time.perf_counter() - start)
     return 2 * n_tokens * n_in * n_out / max(min(seconds), 1e-9)
-
-
-def _seconds_of_spectrum(n_modes: int) -> float:
-    """Estimate the seconds that one thread needs for the spectrum of a layer with a number of modes."""
-    width = min(n_modes, _TRIAL_WIDTH)
-    x = torch.randn(2 * width, width, generator=torch.Generator().manual_seed(0))
-    moments = SnapshotMoments(width).update(x, x + 0.1 * x.roll(1, 0))
-    start = time.perf_counter()
-    layer_spectra([moments], n_workers=1)
-    return (time.perf_counter() - start) * (n_modes / width) ** 3
 
 
 #: Maximum number of tokens of a sequence on which the anatomy is read, for streamed models and for others.
@@ -364,13 +347,11 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
             )
             bar.describe("spectra")
         else:
-            results = LayerResults(
-                options,
-                names,
-                n_workers=n_workers,
-                journal=_journal(subject.streamed, anatomy, batches, selection, options, numbers),
-                after_layer=bar.update,
-            )
+            # The journal is identified by everything that the result depends on.
+            how = (selection.n_snapshots, selection.skip_first, selection.seed)
+            where = (subject.streamed.identity, str(subject.streamed.device), names, versions())
+            journal = ProfileJournal.of(where, how, sorted(asdict(options).items()), numbers, batches.items)
+            results = LayerResults(options, names, n_workers=n_workers, journal=journal, after_layer=bar.update)
             bar.describe("forward pass, block by block")
             capture_streamed(subject, anatomy, batches, selection, results, options, numbers)
         found = results.complete()
@@ -401,26 +382,22 @@ def profile(  # type: ignore[misc]  # a dry run takes the same options
 
 def _anatomy(subject: Subject, probe: Any, stack: str | None, batch_first: bool | None) -> Anatomy:
     """Read the anatomy on few tokens where possible: it takes several passes and does not depend on their number."""
+
+    def read(inputs: Any) -> Anatomy:
+        anatomy = read_anatomy(subject.model, inputs, stack=stack, batch_first=batch_first)
+        if stack is None:
+            require_residuals(subject.model, inputs, anatomy.stack, anatomy.sites)
+        return anatomy
+
     few = shortened(probe, _MORE_TOKENS if subject.streamed is None else _FEW_TOKENS)
     if few is not None:
         with suppress(WorkbenchError):  # for example, a model that accepts only one length
-            return _checked_anatomy(subject.model, few, stack, batch_first)
-    return _checked_anatomy(subject.model, probe, stack, batch_first)
-
-
-def _checked_anatomy(model: nn.Module, inputs: Any, stack: str | None, batch_first: bool | None) -> Anatomy:
-    anatomy = read_anatomy(model, inputs, stack=stack, batch_first=batch_first)
-    if stack is None:
-        require_residuals(model, inputs, anatomy.stack, anatomy.sites)
-    return anatomy
+            return read(few)
+    return read(probe)
 
 
 def _layer_numbers(layers: Sequence[int] | None, anatomy: Anatomy) -> list[int]:
-    """Return the numbers of the requested layers in increasing order; negative ones count from the end.
-
-    Raises:
-        OptionError: If there is no such layer.
-    """
+    """Return the numbers of the requested layers in increasing order; negative ones count from the end."""
     n_layers = len(anatomy.sites)
     if layers is None:
         return list(range(n_layers))
@@ -428,20 +405,6 @@ def _layer_numbers(layers: Sequence[int] | None, anatomy: Anatomy) -> list[int]:
     if not chosen or len(chosen) != len(list(layers)):
         raise OptionError.of("layers", layers, f"a list of layer numbers from 0 to {n_layers - 1}")
     return sorted({layer % n_layers for layer in chosen})
-
-
-def _journal(
-    weights: StreamedWeights,
-    anatomy: Anatomy,
-    batches: Batches,
-    selection: TokenSelection,
-    options: DmdOptions,
-    layers: Sequence[int],
-) -> ProfileJournal:
-    """Return the journal of a profile, identified by everything that its result depends on."""
-    how = (selection.n_snapshots, selection.skip_first, selection.seed)
-    where = (weights.identity, str(weights.device), [site.name for site in anatomy.sites], versions())
-    return ProfileJournal.of(where, how, sorted(asdict(options).items()), list(layers), batches.items)
 
 
 def dtype_name(model: nn.Module) -> str:

@@ -14,11 +14,9 @@ from workbench.models.probing import undisturbed
 
 
 def read_parameter(model: Any, name: str) -> Tensor:
-    """Return the full value of a parameter without gradient; computed where it is parametrized.
+    """Return the full value of a parameter without gradient, by its path as it is within `readable`.
 
-    Args:
-        model: Module, or an object in place of one with a ``get_parameter`` method.
-        name: Path of the parameter, as it is within `readable`.
+    It is computed where it is parametrized. In place of a module there may be an object with ``get_parameter``.
     """
     if not isinstance(model, nn.Module):
         return model.get_parameter(name).detach()

@@ -38,17 +38,9 @@ _ATTENTION = "_scaled_dot_product"
 def lack_of_residual(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> str:
     """Return why modules are no residual blocks (their output does not contain their input), or an empty string.
 
-    A random vector with 1 % of the norm of the state is added to the state that enters a block. A residual block passes
-    it on, so the output changes in the same direction; a branch whose residual is added elsewhere maps it to an
-    unrelated direction.
-
-    Args:
-        model: Model to run; it is not changed.
-        inputs: Inputs of the model.
-        sites: Sites of the modules, of which the first, the middle one and the last are tested.
-
-    Returns:
-        One clause; empty if the modules are residual blocks.
+    A random vector with 1 % of the norm of the state is added to the state that enters the first, the middle and the
+    last of them. A residual block passes it on, so the output changes in the same direction; a branch whose residual is
+    added elsewhere maps it to an unrelated direction.
     """
     if reason := lack_of_matrix(sites):
         return reason
@@ -65,27 +57,25 @@ def lack_of_residual(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> st
 def require_residuals(model: nn.Module, inputs: Any, stack: str, sites: Sequence[Site]) -> None:
     """Raise AnatomyError if no block passes on the state that it receives: such a chain has no residual stream.
 
-    The state that enters a block is changed, while every matrix product inside returns its output from before the
-    change. A residual connection, even if it is scaled, gated or normalized, carries the change past the products; in a
-    chain without residuals the state that leaves is bitwise identical. Where the products themselves pass on the state,
-    as those that mix several streams do, the direction of the change decides.
-
-    Args:
-        model: Model to run; it is not changed.
-        inputs: Inputs of the model.
-        stack: Name of the stack, for the message.
-        sites: Sites of its blocks. The first, the middle one and the last are tested, until one passes on its state.
-
-    Raises:
-        AnatomyError: If none of the tested blocks passes on its state.
+    The state that enters the first, the middle or the last block is changed, while every matrix product inside returns
+    its output from before the change. A residual connection, even if it is scaled, gated or normalized, carries the
+    change past the products; in a chain without residuals the state that leaves is bitwise identical. Where the
+    products themselves pass on the state, as those that mix several streams do, the direction of the change decides.
     """
     model = runnable(model)
     if any(site.exit is not None or site.stream is not None for site in sites):
         return  # states outside of modules were checked to be sums; parallel streams add to each other
     inputs = on_device_of(model, Batches.of(inputs).probe_and_all()[0])
     tried = [sites[place] for place in sorted({0, len(sites) // 2, len(sites) - 1})]
-    if any(_passes_products(model, inputs, site) for site in tried):
-        return
+    for site in tried:  # whether a change reaches the leaving state while matrix products are fixed
+        products = _Products()
+        plain = _states_of(model, inputs, site, products, is_changed=False)
+        if products.are_others:
+            return
+        products.replay()
+        changed = _states_of(model, inputs, site, products, is_changed=True)
+        if products.are_others or not torch.equal(changed["out"], plain["out"]):
+            return
     if any(_carried_on(model, inputs, site) >= MIN_COSINE for site in tried):
         return
     where = f"'{stack}'" if stack else "the model"
@@ -106,17 +96,6 @@ def _carried_on(model: nn.Module, inputs: Any, site: Site) -> float:
     """Return the mean cosine over tokens between changes of the state that enters and of the state that leaves."""
     plain, changed = (_states_of(model, inputs, site, is_changed=is_changed) for is_changed in (False, True))
     return float(torch.cosine_similarity(changed["out"] - plain["out"], changed["change"], dim=-1).nanmean())
-
-
-def _passes_products(model: nn.Module, inputs: Any, site: Site) -> bool:
-    """Return whether a change of the entering state reaches the leaving state while matrix products are fixed."""
-    products = _Products()
-    plain = _states_of(model, inputs, site, products, is_changed=False)
-    if products.are_others:
-        return True
-    products.replay()
-    changed = _states_of(model, inputs, site, products, is_changed=True)
-    return products.are_others or not torch.equal(changed["out"], plain["out"])
 
 
 class _Products(TorchDispatchMode):

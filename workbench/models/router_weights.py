@@ -149,7 +149,10 @@ def _find_router(layer: int, site: Site, trace: BlockTrace) -> _Finding | str | 
                 return f"The router of {site.name} multiplies by a matrix that is not a parameter of the model."
             n_selected = selection.n_selected
             if not selection.is_top_k:  # the second expert may be selected in a second step from the remaining ones
-                n_selected = _n_different([s.scores for s in selections if s.scores.shape == selection.scores.shape])
+                different: list[Tensor] = []
+                for scores in (s.scores for s in selections if s.scores.shape == selection.scores.shape):
+                    different += [] if any(torch.equal(scores, other) for other in different) else [scores]
+                n_selected = len(different)
             return _Finding(projection.weight, projection.bias, n_selected, scoring, is_corrected)
     if certain := [s for s in selections if s.is_top_k]:
         n_experts = certain[-1].scores.shape[-1]
@@ -158,14 +161,6 @@ def _find_router(layer: int, site: Site, trace: BlockTrace) -> _Finding | str | 
             "maps, nor the softmax or sigmoid of such logits."
         )
     return None
-
-
-def _n_different(tensors: list[Tensor]) -> int:
-    different: list[Tensor] = []
-    for tensor in tensors:
-        if not any(torch.equal(tensor, other) for other in different):
-            different.append(tensor)
-    return len(different)
 
 
 def _compared_as(projection: Projection, selection: TopChoice) -> tuple[str, bool] | None:

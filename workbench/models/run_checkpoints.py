@@ -29,11 +29,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def load_weights(model: nn.Module, place: Path) -> None:
-    """Load the weights of a checkpoint into a model of the same shape.
-
-    Raises:
-        CheckpointError: If the weights are damaged or do not fit.
-    """
+    """Load the weights of a checkpoint into a model of the same shape."""
     from safetensors import SafetensorError
     from safetensors.torch import load_model
 

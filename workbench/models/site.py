@@ -16,35 +16,17 @@ from workbench.models.block_calls import Slot, arguments, results
 
 @dataclass(frozen=True)
 class Place:
-    """A call in whose arguments or results a state can be read.
-
-    Attributes:
-        module: Module that is called.
-        call: Number of the call of this module within one forward pass, from 0.
-        n_calls: Number of its calls in the forward pass in which the anatomy was read.
-        slot: Place of the state in the arguments or in the output.
-        is_output: Whether the state is read from the output.
-        start: Index of its first feature in a tensor of two concatenated states; None if the tensor is the state.
-    """
+    """A call in whose arguments or results a state can be read."""
 
     module: nn.Module
-    call: int
-    n_calls: int
-    slot: Slot
+    call: int  # number of the call of this module within one forward pass, from 0
+    n_calls: int  # number of its calls in the forward pass in which the anatomy was read
+    slot: Slot  # place of the state in the arguments or in the output
     is_output: bool = False
-    start: int | None = None
+    start: int | None = None  # index of its first feature in a tensor of two states; None if the tensor is the state
 
     def state_in(self, args: tuple, kwargs: Mapping[str, Any], name: str) -> Tensor:
-        """Return the state in the arguments of the call.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            name: Name of the site, for the message.
-
-        Raises:
-            AnatomyError: If the state is not where it was when the anatomy was read.
-        """
+        """Return the state in the arguments of the call; the name of the site is for the message if it is not there."""
         state = _take(dict(arguments(args, kwargs)), self.slot, name, "arguments")
         return state if self.start is None else state.narrow(-1, self.start, state.shape[-1] // 2)
 
@@ -91,14 +73,9 @@ class Site:
     def state_in(self, args: tuple, kwargs: Mapping[str, Any]) -> Tensor:
         """Return the state that enters the block, shape (..., feature), with the other axes as the block receives them.
 
-        ``Anatomy.layout`` states which axis counts sequences; (token, batch, feature) occurs too.
-
-        Args:
-            args: Positional arguments, as a forward pre-hook sees them.
-            kwargs: Keyword arguments, as a forward pre-hook with ``with_kwargs=True`` sees them.
-
-        Raises:
-            AnatomyError: If the state is not where it was when the anatomy was read.
+        ``Anatomy.layout`` states which axis counts sequences; (token, batch, feature) occurs too. The arguments are
+        those that a forward pre-hook with ``with_kwargs=True`` sees. AnatomyError is raised if the state is not where
+        it was when the anatomy was read.
         """
         values = dict(arguments(args, kwargs))
         state = self._state_of(_take(values, self.input_slot, self.name, "arguments"))
@@ -107,16 +84,7 @@ class Site:
     def with_state(
         self, args: tuple, kwargs: Mapping[str, Any], state: Tensor
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call of the block, with another state entering.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            state: State to insert, shaped like the original one.
-
-        Raises:
-            AnatomyError: If the residual is added outside of modules, where the state cannot be replaced.
-        """
+        """Return the arguments of a call of the block, with another state entering, shaped like the original one."""
         if self.exit is not None:
             raise AnatomyError(
                 f"The residual of {self.name} is added outside of modules, so its states can be read but not "
@@ -142,14 +110,7 @@ class Site:
         return args, {**kwargs, str(slot): given}
 
     def state_out(self, output: Any) -> Tensor:
-        """Return the state that leaves the block, shaped like that of `state_in`.
-
-        Args:
-            output: Output of the block: the tensor, or a tuple or mapping that holds it.
-
-        Raises:
-            AnatomyError: If the state is not where it was when the anatomy was read.
-        """
+        """Return the state in the output of the block, shaped like that of `state_in`."""
         values = dict(results(output))
         state = self._state_of(_take(values, self.output_slot, self.name, "output"))
         return state if self.terms is None else _with_term(state, values.get(self.terms[1]))

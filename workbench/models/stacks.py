@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
 from workbench.models.block_calls import Call, Slot, has_matrix
+from workbench.models.layout import values_of
 
 _NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _DECODER_NAMES = ("decoder_layers", "num_decoder_layers")
@@ -211,17 +212,7 @@ def is_outer(candidate: Candidate, among: Sequence[Candidate]) -> bool:
 
 
 def choose_by_name(candidates: Sequence[Candidate], stack: str, are_blocks: AreBlocks) -> Candidate:
-    """Return the candidate of a given name.
-
-    Args:
-        candidates: All candidates whose modules ran.
-        stack: Name of the stack.
-        are_blocks: Function that returns whether the members of a candidate are residual blocks; only such candidates
-            are suggested.
-
-    Raises:
-        AnatomyError: If there is no such candidate, or its blocks change the shape of the stream.
-    """
+    """Return the candidate of a given name, or raise AnatomyError, which suggests those that are residual blocks."""
     found = [c for c in candidates if c.name == stack]
     if not found:
         others = _listed(candidates, are_blocks)
@@ -245,16 +236,7 @@ def _listed(candidates: Sequence[Candidate], are_blocks: AreBlocks) -> str:
 
 
 def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBlocks) -> Candidate:
-    """Return the candidate that is the model's residual stream.
-
-    Args:
-        model: Model, for its config.
-        plausible: Candidates of which at least half of the links hold.
-        are_blocks: As in `choose_by_name`.
-
-    Raises:
-        AnatomyError: If the residual stream cannot be determined with certainty.
-    """
+    """Return the candidate that is the model's residual stream, or raise AnatomyError if that is not certain."""
     counts = block_counts(model)
     if not plausible:
         raise AnatomyError(
@@ -265,7 +247,13 @@ def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBloc
         )
     if counts:
         return _choose_by_count(model, plausible, counts, are_blocks)
-    chosen = _choose_by_length(plausible)
+    remaining = list(plausible)  # stacks that are no part of another's blocks
+    for outer in plausible:
+        for inner in plausible:
+            if inner is not outer and _is_inside(inner, outer):
+                loser = outer if _is_made_of(outer, inner) else inner
+                remaining = [c for c in remaining if c is not loser]
+    chosen = max(remaining or plausible, key=lambda c: (len(c.calls), c.calls[-1].end))
     _require_complete(chosen, plausible, are_blocks)
     _require_coverage(model, chosen, plausible)
     return chosen
@@ -294,17 +282,6 @@ def _choose_by_count(
         f"The config of {type(model).__name__} states {counts[0]}, but the stacks found are {found}; "
         + (f"pass to wb.profile(..., stack=) one of {readable}." if readable else "none of them can be read.")
     )
-
-
-def _choose_by_length(plausible: Sequence[Candidate]) -> Candidate:
-    """Return the longest stack that is not a part of another's blocks; of equally long ones the last to run."""
-    remaining = list(plausible)
-    for outer in plausible:
-        for inner in plausible:
-            if inner is not outer and _is_inside(inner, outer):
-                loser = outer if _is_made_of(outer, inner) else inner
-                remaining = [c for c in remaining if c is not loser]
-    return max(remaining or plausible, key=lambda c: (len(c.calls), c.calls[-1].end))
 
 
 def _is_made_of(outer: Candidate, inner: Candidate) -> bool:
@@ -358,31 +335,17 @@ def fraction_of_repeated(model: nn.Module, modules: Iterable[nn.Module]) -> floa
         for holder in model.modules()
         if isinstance(holder, _CONTAINERS)
         for child in holder.children()
-        if not _is_end(child)
+        if not isinstance(child, nn.Embedding)  # begins a stream, and a head, which changes the width, ends one
+        and not (isinstance(child, nn.Linear) and child.in_features != child.out_features)
         for p in child.parameters()
     }
     return sum(p.numel() for p in inside & repeated) / max(1, sum(p.numel() for p in repeated))
 
 
-def _is_end(module: nn.Module) -> bool:
-    """Return whether a module begins or ends a stream, as an embedding or a head does."""
-    changes_width = isinstance(module, nn.Linear) and module.in_features != module.out_features
-    return isinstance(module, nn.Embedding) or changes_width
-
-
 def stream_axis_of(name: str, shape: tuple[int, ...], inputs: Any, stream: int) -> int:
     """Return the axis that counts streams in states with one more axis than (batch, token, feature).
 
-    Hyper-connections have such states.
-
-    Args:
-        name: Name of the stack.
-        shape: Shape of the states.
-        inputs: Inputs of the forward pass.
-        stream: Number of the requested stream.
-
-    Raises:
-        AnatomyError: If there is no such axis, more than one axis fits, or the axis has fewer streams.
+    Hyper-connections have such states. AnatomyError is raised if not exactly one axis fits, or it has fewer streams.
     """
     tokens = _token_shape(inputs)
     fitting = [a for a in range(len(shape) - 1) if len(shape) == 4 and (*shape[:a], *shape[a + 1 : -1]) == tokens]
@@ -396,27 +359,12 @@ def stream_axis_of(name: str, shape: tuple[int, ...], inputs: Any, stream: int) 
 
 def _token_shape(inputs: Any) -> tuple[int, ...] | None:
     """Return the shape of the token ids among the inputs; None if there are none."""
-    values = (
-        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
-    )
-    ids = (v for v in values if isinstance(v, Tensor) and v.ndim == 2 and not v.is_floating_point())
+    ids = (v for v in values_of(inputs) if isinstance(v, Tensor) and v.ndim == 2 and not v.is_floating_point())
     return next((tuple(v.shape) for v in ids), None)
 
 
 def require_one_stream(chosen: Candidate, inputs: Any, record: Callable[[], Sequence[Call]]) -> int:
-    """Return the feature axis of a stack that carries one residual stream, or raise AnatomyError.
-
-    Args:
-        chosen: Stack.
-        inputs: Inputs of the forward pass.
-        record: As in `feature_axis_of`.
-
-    Returns:
-        The axis of the state that counts features.
-
-    Raises:
-        AnatomyError: If the state is more than one vector per token, or its feature axis cannot be determined.
-    """
+    """Return the feature axis of a stack that carries one residual stream, or raise AnatomyError."""
     if len(streams := chosen.streams) > 1:
         raise AnatomyError(
             f"The stack {chosen.name} carries {len(streams)} parallel residual streams, of shapes "
@@ -432,19 +380,9 @@ def feature_axis_of(
     """Return the axis of states that counts features: -1, or 1 for images.
 
     The size of that axis is a dimension of the modules' parameters. Where this holds for both axes, the layers inside
-    that receive the state decide: a linear map takes features last, a convolution second.
-
-    Args:
-        name: Name of the stack.
-        shape: Shape of the states.
-        modules: Blocks of the stack.
-        inputs: Inputs of the forward pass.
-        record: Function that runs the model and returns the calls of all its modules; called only where the shapes do
-            not decide.
-
-    Raises:
-        AnatomyError: If the axis is neither of the two, it cannot be determined, or a state is more than one vector
-            per token.
+    that receive the state decide: a linear map takes features last, a convolution second. Only then ``record`` runs the
+    model and returns the calls of all its modules. AnatomyError is raised if the axis is neither of the two, it cannot
+    be determined, or a state is more than one vector per token.
     """
     tokens = _token_shape(inputs)
     if tokens is not None and len(shape) > 3:

@@ -58,6 +58,11 @@ class LazyTensor:
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor, tensor.numel() * tensor.element_size(), True)
 
 
+# torch reads a pickle without running code by rejecting every class and function that it does not know. But training
+# scripts store an ``argparse.Namespace``, a dataclass or a path along with the weights, and torch rejects their files.
+# So its restricted reader receives a placeholder for each unknown class, and the name in the file is never looked up or
+# imported. A pickle that calls a function, which is how code is hidden in one, is still rejected.
+
 #: Classes of the standard library that only hold the values with which they are called.
 _HARMLESS = ("pathlib.", "datetime.", "types.SimpleNamespace", "uuid.UUID", "decimal.Decimal", "fractions.Fraction")
 #: Modules of the standard library, by their current names and by those of Python 2, which torch.save writes.
@@ -92,8 +97,7 @@ class Placeholder(metaclass=_Kind):
 def placeholders(path: Path) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
     """Return placeholders for the names in a pickle that torch does not know, in the form for ``safe_globals``.
 
-    Args:
-        path: A file written by ``torch.save``. In other files, and in those of torch before 1.6, nothing is replaced.
+    In files that are not of ``torch.save``, and in those of torch before 1.6, nothing is replaced.
     """
     try:
         if not zipfile.is_zipfile(path):
@@ -101,17 +105,12 @@ def placeholders(path: Path) -> list[Callable[..., Any] | tuple[Callable[..., An
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # noqa: BLE001 damaged bytes can cause any exception, and torch.load will raise it
         return []
-    return [(_new_dict if name == "collections.defaultdict" else _placeholder(name), name) for name in names]
-
-
-def _placeholder(name: str) -> type:
-    """Create a separate class for each name, so that a call can be identified by the name."""
-    return _Kind("Placeholder", (Placeholder,), {"full_name": name})
-
-
-def _new_dict(*_: Any) -> dict[Any, Any]:
-    """Create a dict in place of a defaultdict, which the reader of torch would not fill."""
-    return {}
+    # A separate class for each name, so that a call can be identified by it; a dict in place of a defaultdict,
+    # which the reader of torch would not fill.
+    found: dict[str, Any] = {name: _Kind("Placeholder", (Placeholder,), {"full_name": name}) for name in names}
+    if "collections.defaultdict" in found:
+        found["collections.defaultdict"] = lambda *_: {}
+    return [(each, name) for name, each in found.items()]
 
 
 def _only_holds_values(name: str) -> bool:
@@ -152,11 +151,7 @@ WEIGHT_FILES = (
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the options of a model, without numbers of layers that no model has.
-
-    Raises:
-        CheckpointError: If the file cannot be read, or building the model would not end.
-    """
+    """Return the options of a model, or raise CheckpointError for a number of layers that no model has."""
     config = CONFIG.json(path)
     for options in (config, *(each for each in config.values() if isinstance(each, dict))):
         for name, value in options.items():
@@ -176,11 +171,7 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
     """Read the tensors of a ``.safetensors`` file or of a pickle without running code.
 
     A pickle may hold them under the keys `WEIGHT_KEYS`, alongside other objects such as an optimizer, which are left
-    out.
-
-    Args:
-        path: Path of the file.
-        mmap: Whether tensors of a pickle are views of the file, where its format allows that.
+    out. With ``mmap`` its tensors are views of the file, where the format allows that.
 
     Raises:
         CheckpointError: If the file is missing or damaged, contains code, or contains no state dict.
@@ -209,7 +200,10 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
             "save its module.state_dict() in an environment where that class is available."
         )
     if isinstance(state, dict):
-        state = {name: value for name, value in state.items() if not _is_empty_extra(name, value)}
+        # Transformer Engine saves an empty extra state for modules without one.
+        empty = {n for n, v in state.items() if v is None or (isinstance(v, torch.Tensor) and v.numel() == 0)}
+        empty = {name for name in empty if isinstance(name, str) and name.endswith("_extra_state")}
+        state = {name: value for name, value in state.items() if name not in empty}
     if not isinstance(state, dict) or not all(
         isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
     ):
@@ -220,11 +214,7 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
 
 
 def is_plain_pickle(path: Path) -> bool:
-    """Return whether a file is a safetensors file, or a pickle of named tensors without other objects.
-
-    Raises:
-        CheckpointError: If the file is damaged or contains code.
-    """
+    """Return whether a file is a safetensors file, or a pickle of named tensors without other objects."""
     if path.suffix == ".safetensors":
         return True
     names = placeholders(path)
@@ -233,21 +223,11 @@ def is_plain_pickle(path: Path) -> bool:
 
 
 def read_objects(path: Path) -> dict[str, Any]:
-    """Return the tensors and simple values of a pickled dict, mapped from the file.
-
-    Raises:
-        CheckpointError: If the file is damaged, contains code or is no dict.
-    """
+    """Return the tensors and simple values of a pickled dict, mapped from the file."""
     content = _read_weights(path, mmap=True)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name} contains no dict of tensors; download it again.")
     return content
-
-
-def _is_empty_extra(name: object, value: object) -> bool:
-    """Return whether an entry is an empty extra state, as Transformer Engine saves for modules without one."""
-    is_empty = value is None or (isinstance(value, torch.Tensor) and value.numel() == 0)
-    return isinstance(name, str) and name.endswith("_extra_state") and is_empty
 
 
 def check_safetensors(path: Path) -> None:
@@ -266,9 +246,6 @@ def safetensors_state(path: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a ``.safetensors`` file by name without reading their values.
 
     Each tensor is mapped by itself when it is read, because a file that is larger than the memory may not be mapped.
-
-    Raises:
-        CheckpointError: If the file is damaged.
     """
     from safetensors.torch import _TYPES
 
@@ -302,11 +279,7 @@ def _mapped(path: Path, start: int, n_bytes: int, dtype: torch.dtype) -> Tensor:
 
 
 def numbered_shards(folder: Path) -> tuple[Path, ...]:
-    """Return the files of a sharded checkpoint without an index, recognized by names such as model-00001-of-00003.
-
-    Raises:
-        CheckpointError: If one of the files is missing, or there are several sets.
-    """
+    """Return the files of a sharded checkpoint without an index, recognized by names such as model-00001-of-00003."""
     sets: dict[str, dict[int, Path]] = {}
     for file in sorted(folder.iterdir()):
         if match := _SHARD.fullmatch(file.name):
@@ -323,11 +296,7 @@ def numbered_shards(folder: Path) -> tuple[Path, ...]:
 
 
 def index_files(path: Path) -> tuple[tuple[Path, ...], bool]:
-    """Return the existing files of a sharded checkpoint, and whether its index has metadata.
-
-    Raises:
-        CheckpointError: If the index is damaged, or a file is missing.
-    """
+    """Return the existing files of a sharded checkpoint, and whether its index has metadata."""
     index = _INDEX.json(path)
     shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
@@ -341,46 +310,23 @@ def index_files(path: Path) -> tuple[tuple[Path, ...], bool]:
 
 
 def _read_weights(path: Path, *, mmap: bool) -> object:
-    """Return the content of a pickle.
-
-    Raises:
-        CheckpointError: If the file is damaged or contains code.
-    """
+    """Return the content of a pickle, with placeholders for objects of classes that torch does not know."""
+    damaged = CheckpointError(f"{path.name} is damaged or incomplete; download it again.")
+    with WEIGHTS.check(path).open("rb") as file:
+        # torch takes a zip archive without its end for an old pickle and then suspects code in it.
+        if file.read(2) == b"PK" and not zipfile.is_zipfile(path):
+            raise damaged
     try:
-        return _read_pickle(path, mmap=mmap and zipfile.is_zipfile(path))
+        with torch.serialization.safe_globals(placeholders(path)):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path.name} was not loaded, because it contains more than tensors, possibly code; if you trust it, save "
             "its state dict as .safetensors."
         ) from error
-
-
-def _read_pickle(path: Path, **options: bool) -> object:
-    """Return the content of a pickle.
-
-    Objects of classes that torch does not know are replaced by placeholders.
-
-    Raises:
-        UnpicklingError: If the file calls functions or is no pickle.
-        CheckpointError: If the file is damaged or holds a program of TorchScript.
-    """
-    with WEIGHTS.check(path).open("rb") as file:
-        # torch takes a zip archive without its end for an old pickle and then suspects code in it.
-        if file.read(2) == b"PK" and not zipfile.is_zipfile(path):
-            raise _damaged(path)
-    try:
-        with torch.serialization.safe_globals(placeholders(path)):
-            return torch.load(path, map_location="cpu", weights_only=True, **options)
-    except pickle.UnpicklingError:
-        raise
     except Exception as error:  # a damaged file can cause any error in the reader
         if "TorchScript" in str(error):
             raise CheckpointError(
                 f"{path.name} is a program of TorchScript, not a state dict; save the state_dict() of its module."
             ) from error
-        raise _damaged(path) from error
-
-
-def _damaged(path: Path) -> CheckpointError:
-    """Create the exception for a damaged file."""
-    return CheckpointError(f"{path.name} is damaged or incomplete; download it again.")
+        raise damaged from error

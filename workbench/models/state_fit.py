@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,23 +27,14 @@ _AT_ONCE = 2**28
 
 @dataclass(frozen=True)
 class Misfit:
-    """Differences between the tensors of a checkpoint and those of a model; false if there are none.
+    """Differences between the tensors of a checkpoint and those of a model; false if there are none."""
 
-    Attributes:
-        missing: Names of the model's tensors that the checkpoint lacks.
-        unexpected: Names in the checkpoint that the model does not have.
-        misshapen: Names of tensors of another shape, each with "(found) instead of (expected)".
-        integers: Names of integer tensors where the model has floats: quantized weights without their scales.
-        untied: Names of tensors that differ from another tensor to which the model ties them.
-        of_another_head: Names that the model does not have but a model of its family with another head has.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    misshapen: tuple[tuple[str, str], ...] = ()
-    integers: tuple[str, ...] = ()
-    untied: tuple[str, ...] = ()
-    of_another_head: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # the model's tensors that the checkpoint lacks
+    unexpected: tuple[str, ...] = ()  # those in the checkpoint that the model does not have
+    misshapen: tuple[tuple[str, str], ...] = ()  # those of another shape, with "(found) instead of (expected)"
+    integers: tuple[str, ...] = ()  # integers where the model has floats: quantized weights without their scales
+    untied: tuple[str, ...] = ()  # those that differ from another tensor to which the model ties them
+    of_another_head: tuple[str, ...] = ()  # unexpected ones that a model of its family with another head has
 
     def __bool__(self) -> bool:
         return self.n_tensors > 0
@@ -72,11 +63,7 @@ class Misfit:
         return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
 
     def unloaded(self, *, left: str) -> str:
-        """Describe in one clause what was done with the tensors that do not fit; empty if all fit.
-
-        Args:
-            left: Values that the model has for missing tensors, such as "random values".
-        """
+        """Describe in one clause what was done with the tensors that do not fit; missing ones have ``left``."""
         parts = [
             f"{_counted(self.left)} left at {left}" if self.left else "",
             f"{_counted(self.unexpected)} ignored" if self.unexpected else "",
@@ -108,15 +95,10 @@ def shapes_differ(found: Collection[int], expected: Collection[int]) -> str:
 
 
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Return names without the prefixes that torch.compile and data parallelism add.
+    """Return name -> name without the prefixes that torch.compile and data parallelism add.
 
-    A wrapper adds its prefix to every name below it; a prefix that only some names have is kept.
-
-    Args:
-        names: Names of a state dict.
-
-    Returns:
-        Name -> name without prefixes; unchanged if nothing is wrapped or two names would become equal.
+    A wrapper adds its prefix to every name below it; a prefix that only some names have is kept. Names are unchanged if
+    nothing is wrapped or two of them would become equal.
     """
     names = list(names)
     plain = dict(zip(names, names, strict=True))
@@ -136,11 +118,13 @@ def load_state(
 ) -> str:
     """Load the tensors of a state dict into a module, which is not changed if they do not fit or cannot be read.
 
+    The module, and the one that the state dict was saved from, may be wrapped by torch.compile or data parallelism. The
+    saved object may have contained the module, as in Lightning: a prefix of the names is removed if the tensors under
+    it, and under no other prefix, are those of the module.
+
     Args:
-        module: Module; it and the module that the state dict was saved from may be wrapped by torch.compile or data
-            parallelism.
-        state: Tensors by name. The saved object may have contained the module, as in Lightning: a prefix of the names
-            is removed if the tensors under it, and under no other prefix, are those of the module.
+        module: Module to fill.
+        state: Tensors by name.
         name: Name of the file, for messages.
         remedy: What to do if it does not fit, for messages.
         left: Values that the module has for missing tensors; see `Misfit.unloaded`.
@@ -160,28 +144,25 @@ def load_state(
     fitting, misfit = matched_state(module, state, name, remedy=remedy, strict=strict)
     for tensor in fitting.values():
         _read(tensor)  # damaged tensors are found before the module is changed
-    for part in _in_parts(fitting):
-        module.load_state_dict(part, strict=False)  # only tensors that are tied to another one are missing
+    # Tensors are loaded in groups whose memory is freed in between; those of one module stay together.
+    part: dict[str, Tensor] = {}
+    n_bytes, owner = 0, ""
+    for key, tensor in fitting.items():
+        if n_bytes >= _AT_ONCE and key.rpartition(".")[0] != owner:
+            module.load_state_dict(part, strict=False)  # only tensors that are tied to another one are missing
+            part, n_bytes = {}, 0
+        part[key], owner = _read(tensor), key.rpartition(".")[0]
+        n_bytes += tensor.n_bytes if isinstance(tensor, LazyTensor) else 0
+    module.load_state_dict(part, strict=False)
     return misfit.unloaded(left=left)
 
 
 def matched_state(
     module: nn.Module, state: Mapping[str, Tensor | LazyTensor], name: str, *, remedy: str, strict: bool = True
 ) -> tuple[dict[str, Tensor | LazyTensor], Misfit]:
-    """Return the tensors of a state dict that fit a module, under the module's names; see `load_state`.
+    """Return the tensors of a state dict that fit a module, by their names in the module, and those that do not fit.
 
-    Args:
-        module: Module; its weights may be on the meta device.
-        state: Tensors by name.
-        name: Name of the file, for messages.
-        remedy: What to do if it does not fit, for messages.
-        strict: Whether to raise an exception if the state dict does not fit.
-
-    Returns:
-        Name in the module -> tensor, and the tensors that do not fit.
-
-    Raises:
-        CheckpointError: If the tensors do not fit, or with ``strict=False`` none of them fits.
+    The arguments and the error are those of `load_state`; the weights of the module may be on the meta device.
     """
     own = module.state_dict(keep_vars=True)
     misfit = _compare(own, state)
@@ -218,19 +199,6 @@ def tied_names(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _read(tensor: Tensor | LazyTensor) -> Tensor:
     return tensor.read() if isinstance(tensor, LazyTensor) else tensor
-
-
-def _in_parts(state: Mapping[str, Tensor | LazyTensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors in groups whose memory is freed in between; those of one module stay together."""
-    part: dict[str, Tensor] = {}
-    n_bytes, owner = 0, ""
-    for name, tensor in state.items():
-        if n_bytes >= _AT_ONCE and name.rpartition(".")[0] != owner:
-            yield part
-            part, n_bytes = {}, 0
-        part[name], owner = _read(tensor), name.rpartition(".")[0]
-        n_bytes += tensor.n_bytes if isinstance(tensor, LazyTensor) else 0
-    yield part
 
 
 def _compare(own: Mapping[str, Tensor], state: Mapping[str, Tensor | LazyTensor]) -> Misfit:

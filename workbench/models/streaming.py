@@ -6,7 +6,7 @@ import copy
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
@@ -48,13 +48,6 @@ class StreamedWeights:
     running are in memory. On the CPU, weights that need no conversion are views of the file; outside of blocks such
     views are permanent.
 
-    Args:
-        model: Model with its parameters on the meta device.
-        source: Source of the weights, by the names of `weight_names`.
-        n_bytes: Bytes of each weight in memory, by name.
-        identity: Text that changes when the files do.
-        device: Device on which the model runs.
-
     Attributes:
         device: Device on which the model runs.
         identity: Text that changes when the files do.
@@ -80,7 +73,7 @@ class StreamedWeights:
         self._running: Counter[nn.Module] = Counter()
         self._filled: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
         self._skipped: set[nn.Module] = set()
-        self._shared: dict[Any, Mapping[str, Tensor]] | None = None
+        self._shared: dict[Any, list[Tensor]] | None = None
         if self.device.type != "cpu":
             model.register_forward_pre_hook(self._move_inputs, prepend=True, with_kwargs=True)
         for module in [module for module in self._parts if module not in members and not self.n_bytes(module)]:
@@ -107,11 +100,9 @@ class StreamedWeights:
         inside = {part for block in blocks for part in block.modules()}
         return [part for part in self._parts if part not in inside and not any(m in blocks for m in part.modules())]
 
-    @contextmanager
-    def hold(self, module: nn.Module) -> Iterator[None]:
+    def hold(self, module: nn.Module) -> AbstractContextManager[None]:
         """Keep a part filled within a context, however often it runs."""
-        with self._all_of([module] if module in self._parts else []):
-            yield
+        return self._all_of([module] if module in self._parts else [])
 
     @contextmanager
     def emptied_after(self) -> Iterator[None]:
@@ -139,11 +130,7 @@ class StreamedWeights:
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        """Fill all parts within a context: with views of the files, or in memory if they fit.
-
-        Raises:
-            CheckpointError: If the weights need more memory than is free.
-        """
+        """Fill all parts within a context: with views of the files, or in memory if they fit."""
         parts = list(self._parts)
         needed = sum(map(self.n_bytes, parts))
         free = free_memory(self.device)
@@ -199,32 +186,27 @@ class StreamedWeights:
 
     def _fill(self, module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
         names = {key: self._names[key] for key in self._tensors[module]}
-        values = self._values(module, sorted(set(names.values())))
+        listed, part = sorted(set(names.values())), self._parts[module]
+        shapes = tuple((name.removeprefix(part), self._n_bytes[name]) for name in listed)
+        kind = (type(module), shapes)
+        if self._shared is None or kind not in self._shared:
+            self.n_reads[part] += 1
+            found = self._source.read(listed)
+            values = [found[name] for name in listed]
+            if self._shared is not None:
+                self._shared[kind] = values
+        else:
+            values = self._shared[kind]
+        value_of = dict(zip(listed, values, strict=True))
         filled = []
         for (owner, name), weight_name in names.items():
             table: Any = owner._parameters if name in owner._parameters else owner._buffers
             filled.append((owner, name, table[name]))
-            value = values[weight_name].to(self.device)
+            value = value_of[weight_name].to(self.device)
             # requires_grad is kept, because it decides between kernels with different rounding.
             is_parameter, requires_grad = table is owner._parameters, table[name].requires_grad
             table[name] = nn.Parameter(value, requires_grad=requires_grad) if is_parameter else value
         return filled
-
-    def _values(self, module: nn.Module, names: list[str]) -> Mapping[str, Tensor]:
-        prefix = self._parts[module]
-        if self._shared is not None:
-            local = [name.removeprefix(prefix) for name in names]
-            shapes = tuple(self._n_bytes[name] for name in names)
-            kind = (type(module), tuple(local), shapes)
-            if kind not in self._shared:
-                self._shared[kind] = dict(zip(local, self._read_all(prefix, names).values(), strict=True))
-            return dict(zip(names, self._shared[kind].values(), strict=True))
-        return self._read_all(prefix, names)
-
-    def _read_all(self, part: str, names: list[str]) -> dict[str, Tensor]:
-        self.n_reads[part] += 1
-        found = self._source.read(names)
-        return {name: found[name] for name in names}
 
 
 P = ParamSpec("P")
@@ -319,11 +301,7 @@ class StreamingChoice:
 
     @classmethod
     def of(cls, streaming: bool | str, device: torch.device | str | None) -> StreamingChoice:
-        """Create the choice from the arguments of `open_checkpoint`.
-
-        Raises:
-            CheckpointError: If ``streaming`` is not one of the allowed values, or the device is not available.
-        """
+        """Create the choice from the arguments of `open_checkpoint`."""
         if streaming is not True and streaming is not False and streaming != "auto":
             raise CheckpointError.of("streaming", streaming, (True, False, "auto"))
         if device is None:
@@ -336,16 +314,13 @@ class StreamingChoice:
         return cls(streaming, place)
 
     def is_streamed(self, n_bytes: int, *, why_not: str = "", is_strict: bool = True) -> bool:
-        """Return whether weights of a given size stay on disk.
+        """Return whether weights of a given size stay on disk, or raise CheckpointError if they should but cannot.
 
         Args:
             n_bytes: Size of the weights in bytes.
             why_not: Why they cannot stay on disk, as a clause; empty if they can.
             is_strict: Whether weights that do not fit raise an exception; otherwise missing ones are initialized in
                 memory.
-
-        Raises:
-            CheckpointError: If streaming is required but not possible.
         """
         why_not = why_not or ("" if is_strict else "with strict=False, missing weights are initialized in memory")
         if self.streaming is True and why_not:
@@ -361,49 +336,31 @@ class StreamingChoice:
         return model if self.device is None else model.to(self.device)
 
 
-def files_identity(path: Path) -> str:
-    """Return name, length and modification time of a file, or of all files of a folder, as text."""
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    stats = [(file.name, file.stat()) for file in files]
-    return "; ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
-
-
 def stream_pretrained(
-    model: nn.Module, state: Mapping[str, LazyTensor], *, identity: str, device: torch.device | str = "cpu"
+    model: nn.Module, state: Mapping[str, LazyTensor], path: Path, device: torch.device | str
 ) -> StreamedWeights:
-    """Return the streamed weights of a transformers model on the meta device.
+    """Return the streamed weights of a transformers model on the meta device, as ``from_pretrained`` creates it.
 
-    Tensors are renamed, merged and split as transformers does when it loads the checkpoint.
-
-    Args:
-        model: Model as ``from_pretrained`` creates it on the meta device.
-        state: Tensors of the checkpoint by their names in the files.
-        identity: Text that changes when the files do.
-        device: Device on which the model will run.
+    Tensors, given by their names in the files, are renamed, merged and split as transformers does when it loads them.
 
     Raises:
         CheckpointError: If a weight of the model cannot be computed from the tensors of the checkpoint.
     """
     _fill_computed_buffers(model, state)
-    names = weight_names(model)
-    return _streamed(model, _Converter(model, state, set(names.values())), names, identity, device)
+    return _streamed(model, _Converter(model, state, set(weight_names(model).values())), path, device)
 
 
 def stream_module(
-    model: nn.Module, state: Mapping[str, LazyTensor], *, identity: str, device: torch.device | str = "cpu"
+    model: nn.Module, state: Mapping[str, LazyTensor], path: Path, device: torch.device | str
 ) -> StreamedWeights:
     """Move a model to the meta device and return its streamed weights, read from tensors of the same names.
 
-    Args:
-        model: Model that fits the tensors; parameters that the checkpoint lacks are not changed.
-        state: Tensors by their names in the model.
-        identity: Text that changes when the files do.
-        device: Device on which the model will run.
+    The tensors fit the model; parameters that the checkpoint lacks are not changed.
     """
     empty: dict[int, Tensor] = {}
     sources = dict(zip(state, state, strict=True))
     alias = {id(tensor): name for name, tensor in _named_tensors(model) if name in state}
-    for path, module in model.named_modules():
+    for prefix, module in model.named_modules():
         tables: list[dict[str, Any]] = [module._parameters, module._buffers]
         for table in tables:
             for name, tensor in table.items():
@@ -412,10 +369,10 @@ def stream_module(
                 meta = tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
                 is_parameter = isinstance(tensor, nn.Parameter)
                 meta = nn.Parameter(meta, requires_grad=tensor.requires_grad) if is_parameter else meta
-                sources.setdefault(f"{path}.{name}" if path else name, alias[id(tensor)])
+                sources.setdefault(f"{prefix}.{name}" if prefix else name, alias[id(tensor)])
                 table[name] = empty.setdefault(id(tensor), meta)
     dtypes = {name: tensor.dtype for name, tensor in _named_tensors(model)}
-    return _streamed(model, _Renamed(state, sources, dtypes), weight_names(model), identity, device)
+    return _streamed(model, _Renamed(state, sources, dtypes), path, device)
 
 
 @dataclass(frozen=True)
@@ -436,11 +393,12 @@ class _Renamed:
         return tensor is not None and tensor.is_view and tensor.dtype == self.dtypes[name]
 
 
-def _streamed(
-    model: nn.Module, source: WeightSource, names: Mapping[Any, str], identity: str, device: torch.device | str
-) -> StreamedWeights:
+def _streamed(model: nn.Module, source: WeightSource, path: Path, device: torch.device | str) -> StreamedWeights:
     tensors: dict[str, Any] = dict(_named_tensors(model))
-    n_bytes = {name: tensors[name].numel() * tensors[name].element_size() for name in set(names.values())}
+    n_bytes = {n: tensors[n].numel() * tensors[n].element_size() for n in set(weight_names(model).values())}
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    stats = [(file.name, file.stat()) for file in files]
+    identity = "; ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
     for module in model.modules():  # tensors in memory move to the device on which the model will run
         own: list[dict[str, Any]] = [module._parameters, module._buffers]
         for table in own:
@@ -475,16 +433,7 @@ def _fill_computed_buffers(model: nn.Module, state: Mapping[str, LazyTensor]) ->
 
 
 class _Converter:
-    """Weights of a transformers model, computed from the tensors of its checkpoint by the rules of transformers.
-
-    Args:
-        model: Model on the meta device.
-        state: Tensors by their names in the files.
-        needed: Names of the weights that will be read.
-
-    Raises:
-        CheckpointError: If one of them cannot be computed from the tensors.
-    """
+    """Weights of a transformers model, computed from the tensors of its checkpoint by the rules of transformers."""
 
     def __init__(self, model: Any, state: Mapping[str, LazyTensor], needed: set[str]) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -512,7 +461,11 @@ class _Converter:
             if name in self._plain and first in needed:
                 self._plain.setdefault(first, self._plain[name])
         self._renamed = _Renamed(state, self._plain, self._dtypes)
-        self._group_of = self._targets()
+        # Which weights come from which group of tensors is found by converting tensors without values.
+        self._group_of: dict[str, str] = {}
+        for group in self._groups:
+            empty = self._converted(group, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            self._group_of |= dict.fromkeys(empty, group)
         if lost := needed - {*self._plain, *self._group_of}:
             raise CheckpointError(
                 f"{type(model).__name__} cannot be streamed, because it is unknown how {min(lost)} is computed from "
@@ -531,14 +484,6 @@ class _Converter:
     def is_view(self, name: str) -> bool:
         """Return whether a weight is a view of its file, which needs no memory."""
         return self._renamed.is_view(name)
-
-    def _targets(self) -> dict[str, str]:
-        """Return weight -> group of tensors from which it is computed, by converting tensors without values."""
-        targets: dict[str, str] = {}
-        for group in self._groups:
-            empty = self._converted(group, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-            targets |= dict.fromkeys(empty, group)
-        return targets
 
     def _converted(self, group: str, read: Callable[[LazyTensor], Tensor]) -> dict[str, Tensor]:
         """Compute the weights of a group of tensors."""

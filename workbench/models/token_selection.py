@@ -74,10 +74,6 @@ class TokenSelection:
     def choose(self, leading_shape: torch.Size, batch: Any) -> Tensor:
         """Choose states of one batch and return their indices into the flattened leading axes, in increasing order.
 
-        Args:
-            leading_shape: Shape of the states without the feature axis.
-            batch: Batch of the states.
-
         Raises:
             SnapshotError: If a mask that hides tokens does not fit the states, or ``skip_first`` is positive and there
                 is not one state for each token.
@@ -181,14 +177,7 @@ def _token_shapes(batch: Any) -> list[tuple[int, int]]:
 
 
 def _laid_out(mask: Tensor, leading: tuple[int, ...], axis: int | None, states: int | None) -> Tensor | None:
-    """Return a mask laid out like the states; None if it does not fit them.
-
-    Args:
-        mask: Shape (batch, token), or (token, batch) if ``axis`` is 1.
-        leading: Shape of the states without the feature axis.
-        axis: Axis of the mask that counts sequences; None if unknown.
-        states: Axis of the states that counts sequences; None if unknown.
-    """
+    """Return a mask (batch, token), or (token, batch) if ``axis`` is 1, laid out like the states; None if it is not."""
     if mask.ndim != 2 or len(leading) != 2:
         return mask if tuple(mask.shape) == leading else None
     if axis is None or states is None:

@@ -33,13 +33,7 @@ def linear_widths(module: nn.Module) -> tuple[int, int] | None:
 
 
 def matrix_of(module: nn.Module, n_inputs: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the matrix (output, input) and bias (output,) that a linear module applies.
-
-    Args:
-        module: Module, run in eval mode; it is not changed.
-        n_inputs: Number of its inputs.
-        like: Tensor with the dtype and device of its inputs.
-    """
+    """Return the matrix (output, input) and bias (output,) that a module applies in eval mode to inputs like these."""
     with undisturbed(module):
         bias = module(like.new_zeros(1, n_inputs))
         rows = module(torch.eye(n_inputs, dtype=like.dtype, device=like.device)) - bias
@@ -63,54 +57,29 @@ Finding = TypeVar("Finding")
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """Rows or columns of a parameter that form an operand.
+    """Rows or columns of a parameter that form an operand."""
 
-    Attributes:
-        name: Path of the parameter in the model.
-        axis: Axis of the parameter that counts outputs: 0 for [out, in], 1 for [in, out]; 0 for a vector.
-        start: Index of the first output along that axis.
-        size: Number of outputs.
-        is_module: Whether the name is the path of a module whose matrix is computed, not a parameter.
-    """
-
-    name: str
-    axis: int
-    start: int
-    size: int
+    name: str  # path in the model; of a module whose matrix is computed if `is_module`
+    axis: int  # axis of the parameter that counts outputs: 0 for [out, in], 1 for [in, out]; 0 for a vector
+    start: int  # index of the first output along that axis
+    size: int  # number of outputs
     is_module: bool = False
 
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear map that was applied.
-
-    Attributes:
-        weight: Matrix of the map; None if it is no parameter.
-        bias: Bias as part of a parameter; None if there is none or it is no parameter.
-        bias_value: Bias that was added; None if there is none.
-        into: Inputs of the map, shape (..., feature).
-        out: Outputs of the map, shape (..., output).
-    """
+    """A linear map that was applied; weight and bias are None unless parameters."""
 
     weight: ParameterSlice | None
     bias: ParameterSlice | None
-    bias_value: Tensor | None
-    into: Tensor
-    out: Tensor
+    bias_value: Tensor | None  # bias that was added
+    into: Tensor  # shape (..., feature)
+    out: Tensor  # shape (..., output)
 
 
 @dataclass(frozen=True)
 class Normalization:
-    """A norm that was applied.
-
-    Attributes:
-        into: Input of the norm.
-        out: Output of the norm.
-        gain: Name of the gain; None if it is no parameter.
-        bias: Name of the bias; None if it is no parameter.
-        gain_value: Gain; None if there is none.
-        bias_value: Bias; None if there is none.
-    """
+    """A norm that was applied; names of gain and bias are None unless parameters."""
 
     into: Tensor
     out: Tensor
@@ -122,17 +91,11 @@ class Normalization:
 
 @dataclass(frozen=True)
 class Scores:
-    """Attention scores that were computed.
+    """Attention scores that were computed."""
 
-    Attributes:
-        query: Shape (..., token, head_dim).
-        key: Shape (..., token, head_dim).
-        n_projections: Number of linear maps that the block applied before.
-    """
-
-    query: Tensor
-    key: Tensor
-    n_projections: int
+    query: Tensor  # shape (..., token, head_dim)
+    key: Tensor  # shape (..., token, head_dim)
+    n_projections: int  # number of linear maps that the block applied before
 
 
 @dataclass(frozen=True)
@@ -150,18 +113,11 @@ class PackedAttention:
 
 @dataclass(frozen=True)
 class TopChoice:
-    """A selection of the largest values along the last dimension.
+    """A selection of the largest values along the last dimension."""
 
-    Attributes:
-        scores: Values that were compared.
-        n_selected: Number of values selected.
-        is_top_k: Whether it is certainly a selection of the k largest; a maximum may also be taken to keep an
-            exponential in range.
-    """
-
-    scores: Tensor
-    n_selected: int
-    is_top_k: bool
+    scores: Tensor  # values that were compared
+    n_selected: int  # number of values selected
+    is_top_k: bool  # whether it is certainly one; a maximum may also keep an exponential in range
 
 
 @dataclass
@@ -178,16 +134,9 @@ class BlockTrace:
 def trace_blocks(
     model: nn.Module, inputs: Any, anatomy: Anatomy, analyze: Callable[[int, Site, BlockTrace], Finding]
 ) -> list[Finding]:
-    """Run the model once and analyze each block when it has finished, so that only one trace is in memory at a time.
+    """Run the model once and return what ``analyze`` finds in each block, in the order of the sites.
 
-    Args:
-        model: Model to run; it is not changed.
-        inputs: Inputs as for `call_model`.
-        anatomy: Anatomy of the model's blocks.
-        analyze: Function of layer, site and trace.
-
-    Returns:
-        The values that ``analyze`` returned, in the order of the sites.
+    A block is analyzed when it has finished, so that only one trace is in memory at a time.
     """
     findings: dict[int, Finding] = {}
     recorder = _Recorder(model)

@@ -1,14 +1,14 @@
-"""Folders of weights without an architecture, and the choice of the files that contain the weights."""
+"""Folders of weights: the files that contain them, models of diffusers, and the parts of DeepSpeed's ZeRO-3."""
 
 from __future__ import annotations
 
 import importlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,6 @@ from workbench.models.state_files import (
     read_state,
     safetensors_state,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Names of the weight files of diffusers.
 _DIFFUSERS_FILES = tuple(
@@ -53,8 +50,7 @@ _STATES = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 def own_checkpoint(folder: Path) -> Path:
     """Return the checkpoint in the output folder of a Trainer; the folder itself if it is a checkpoint or has none.
 
-    Raises:
-        CheckpointError: If there are several checkpoints; none is preferred silently.
+    Of several checkpoints none is preferred silently.
     """
     if (folder / "config.json").exists() or has_weights(folder) or is_adapter(folder):
         return folder
@@ -93,25 +89,22 @@ def is_adapter(folder: Path) -> bool:
 def is_without_architecture(folder: Path, *, has_module: bool = False) -> bool:
     """Return whether a folder contains weights but no configuration from which transformers or the zoo builds a model.
 
-    Args:
-        folder: The folder.
-        has_module: Whether the module of the weights is known. Then a config.json with custom options does not count
-            as such a configuration.
+    If the module of the weights is known, a config.json with custom options does not count as such a configuration.
     """
     if not (folder / "config.json").exists():
         return has_weights(folder)
-    config = _config(folder)
+    config = _options(folder)
     is_of_module = has_module and bool(config) and not config.keys() & _ARCHITECTURE and has_weights(folder)
     return is_of_module or "_class_name" in diffusers_config(folder)
 
 
 def diffusers_config(folder: Path) -> dict[str, Any]:
     """Return the configuration that diffusers wrote; empty if the folder is not from diffusers."""
-    config = _config(folder)
+    config = _options(folder)
     return config if isinstance(config.get("_class_name"), str) and "model_type" not in config else {}
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _options(folder: Path) -> dict[str, Any]:
     """Return the options in a config.json; empty if it cannot be read."""
     try:
         return read_config(folder / "config.json")
@@ -120,20 +113,32 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def weight_places(folder: Path) -> tuple[Path, ...]:
-    """Return the files that contain the weights of a folder; the folder itself for a distributed checkpoint.
-
-    Raises:
-        CheckpointError: If there are none, some are missing, or they are shards that must be merged first.
-    """
+    """Return the files that contain the weights of a folder; the folder itself for a distributed checkpoint."""
     if (folder / METADATA).is_file():
         return (folder,)
-    for name, pattern in _LATEST.items():
-        if (folder / name).is_file():
-            return weight_places(_named_in(folder / name, pattern))
+    for file, pattern in ((folder / name, pattern) for name, pattern in _LATEST.items()):
+        if file.is_file():
+            name = CONFIG.text(file).strip()
+            place = folder / (pattern.format(name) if name.isdecimal() else name)
+            if not name or Path(name).name != name or not place.is_dir():
+                raise CheckpointError(
+                    f"{file} names '{name[:80]}', but there is no such folder next to it; download that folder too."
+                )
+            return weight_places(place)
     if is_partitioned(folder):
         return (folder,)
     if states := _model_states(folder):
-        return (_complete_states(folder, states),)
+        if any(file.name.startswith("zero_pp_rank") for file in states):  # with several ranks of model parallelism
+            raise CheckpointError(
+                f"{folder} contains weights partitioned by ZeRO-3; run the zero_to_fp32.py next to it and pass the "
+                "file that it writes."
+            )
+        if len(states) > 1:
+            raise CheckpointError(
+                f"{folder} contains weights partitioned among {len(states)} ranks of model parallelism; "
+                "export them as one model and pass that."
+            )
+        return states
     for name in (*WEIGHT_FILES, *_DIFFUSERS_FILES):
         if (folder / name).is_file():
             return index_files(folder / name)[0] if name.endswith(".json") else (folder / name,)
@@ -159,11 +164,7 @@ def weight_places(folder: Path) -> tuple[Path, ...]:
 
 
 def place_state(place: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a weight file (except GGUF) or of a distributed checkpoint without reading their values.
-
-    Raises:
-        CheckpointError: If it is damaged or incomplete, or contains code.
-    """
+    """Return the tensors of a weight file (except GGUF) or of a distributed checkpoint without reading their values."""
     if place.is_dir():
         return partitioned_state(place) if is_partitioned(place) else distributed_state(place)
     if place.suffix == ".safetensors":
@@ -179,39 +180,9 @@ def _inner_folders(folder: Path) -> tuple[Path, ...]:
     return tuple(place for place in places if not any(name.match(place.name) for name in names))
 
 
-def _named_in(file: Path, pattern: str) -> Path:
-    """Return the folder that a text file names as the latest checkpoint."""
-    name = CONFIG.text(file).strip()
-    place = file.parent / (pattern.format(name) if name.isdecimal() else name)
-    if not name or Path(name).name != name or not place.is_dir():
-        raise CheckpointError(
-            f"{file} names '{name[:80]}', but there is no such folder next to it; download that folder too."
-        )
-    return place
-
-
 def _model_states(folder: Path) -> tuple[Path, ...]:
     """Return the weight files of DeepSpeed."""
     return tuple(sorted(file for file in folder.glob("*_model_states.pt") if _STATES.fullmatch(file.name)))
-
-
-def _complete_states(folder: Path, states: tuple[Path, ...]) -> Path:
-    """Return the weight file of DeepSpeed that contains all weights.
-
-    Raises:
-        CheckpointError: If the weights are partitioned among several files.
-    """
-    if any(file.name.startswith("zero_pp_rank") for file in states):  # with several ranks of model parallelism
-        raise CheckpointError(
-            f"{folder} contains weights partitioned by ZeRO-3; run the zero_to_fp32.py next to it and pass the file "
-            "that it writes."
-        )
-    if len(states) > 1:
-        raise CheckpointError(
-            f"{folder} contains weights partitioned among {len(states)} ranks of model parallelism; "
-            "export them as one model and pass that."
-        )
-    return states[0]
 
 
 @dataclass(frozen=True)
@@ -227,26 +198,9 @@ class FolderWeights:
     is_usual: bool = True
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of all tensors."""
-        return tuple(self.state)
-
-    @property
-    def n_elements(self) -> int:
-        """Number of elements of all tensors together."""
-        return sum(tensor.n_elements for tensor in self.state.values())
-
-    @property
     def n_bytes(self) -> int:
         """Size of all tensors together in the files, in bytes."""
         return sum(tensor.n_bytes for tensor in self.state.values())
-
-    @property
-    def integers(self) -> frozenset[str]:
-        """Names of the tensors that hold integers or booleans."""
-        return frozenset(
-            name for name, t in self.state.items() if not (t.dtype.is_floating_point or t.dtype.is_complex)
-        )
 
     def read(self) -> dict[str, Tensor]:
         """Read all tensors, by name; none of them is a view of a file."""
@@ -256,16 +210,8 @@ class FolderWeights:
 def folder_weights(folder: Path, *, is_fetched: bool = True) -> FolderWeights | None:
     """Return the weights of a Hugging Face folder; None if there are none.
 
-    They are in the files that transformers reads. If there are none, they are in a distributed checkpoint of PyTorch or
-    DeepSpeed, or in a single file of weights under another name.
-
-    Args:
-        folder: A folder with a config.json.
-        is_fetched: Whether all files of the checkpoint are downloaded; otherwise only those of transformers are used.
-
-    Raises:
-        CheckpointError: If a file is damaged or holds code, an index names a missing file, or several files may hold
-            the weights.
+    They are in the files that transformers reads. If there are none, and all files of the checkpoint are downloaded
+    (``is_fetched``), they are in a distributed checkpoint of PyTorch or DeepSpeed, or in a single file of any name.
     """
     file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     is_usual = file is not None and not part_files(folder)
@@ -280,11 +226,7 @@ def folder_weights(folder: Path, *, is_fetched: bool = True) -> FolderWeights | 
 
 
 def diffusers_model(folder: Path, config: dict[str, Any]) -> nn.Module:
-    """Build the model that a config.json of diffusers describes, with random weights.
-
-    Raises:
-        CheckpointError: If diffusers is not installed, does not have the class, or cannot build it.
-    """
+    """Build the model that a config.json of diffusers describes, with random weights."""
     name = config["_class_name"]
     try:
         diffusers = importlib.import_module("diffusers")
@@ -325,9 +267,6 @@ def partitioned_state(folder: Path) -> dict[str, LazyTensor]:
 
     Every rank holds an equal part of each parameter, in the listed order and padded at the end. Frozen parameters and
     buffers are stored separately, in the precision of training.
-
-    Raises:
-        CheckpointError: If files are missing or damaged, contain code, or do not agree.
     """
     models = [read_objects(file) for file in _files(folder, "model")]
     optimizers = [read_objects(file) for file in _files(folder, "optim")]
@@ -356,27 +295,24 @@ def _files(folder: Path, kind: str) -> list[Path]:
 
 def _merged(model: Mapping[str, Any], groups: Sequence[Sequence[Tensor]]) -> dict[str, LazyTensor]:
     """Return the trained parameters; the tensors of a rank, one per group of parameters, count as concatenated."""
+
+    def within(tensors: Sequence[Tensor], start: int, length: int) -> Iterator[Tensor]:
+        for tensor in tensors:
+            if start < len(tensor) and start + length > 0:
+                yield tensor[max(start, 0) : start + length]
+            start -= len(tensor)
+
     state: dict[str, LazyTensor] = {}
     start = 0
     for shapes in model["param_shapes"]:
         for name, shape in shapes.items():
             length = math.ceil(math.prod(shape) / len(groups))
-            pieces = [piece for tensors in groups for piece in _within(tensors, start, length)]
+            pieces = [piece for tensors in groups for piece in within(tensors, start, length)]
             state[name] = _joined(pieces, tuple(shape))
             start += length
     if any(sum(map(torch.numel, tensors)) != start for tensors in groups):
         raise ValueError("the lengths of the parts do not match the shapes")
     return state
-
-
-def _within(tensors: Sequence[Tensor], start: int, length: int) -> list[Tensor]:
-    """Return views of a range of elements of tensors that count as concatenated."""
-    found = []
-    for tensor in tensors:
-        if start < len(tensor) and start + length > 0:
-            found.append(tensor[max(start, 0) : start + length])
-        start -= len(tensor)
-    return found
 
 
 def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, LazyTensor]:

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 def unwrap(model: Subject | nn.Module) -> nn.Module:
-    """Return the module of a subject or of ``torch.compile``, whose compiled code ignores hooks that are added later.
-
-    Raises:
-        AnatomyError: As `module_of`.
-    """
+    """Return the module of a subject or of ``torch.compile``, whose code ignores hooks that are added later."""
     module = module_of(model)
     return getattr(module, "_orig_mod", module)
 
@@ -30,8 +26,7 @@ def unwrap(model: Subject | nn.Module) -> nn.Module:
 def runnable(model: Subject | nn.Module) -> nn.Module:
     """Return the module to call: unwrapped, and taken out of modules without forward, such as a LightningModule.
 
-    Raises:
-        AnatomyError: As `module_of`; or if a module without forward does not contain exactly one part with parameters.
+    Such a module must contain exactly one part with parameters; otherwise AnatomyError is raised.
     """
     module = unwrap(model)
     if not isinstance(module, nn.Module) or _has_forward(module):
@@ -97,17 +92,8 @@ def acting_on_gradients(
 ) -> tuple[tuple, dict[str, Any]] | None:
     """Run an action between the computation of gradients and the update, from a pre-hook of the optimizer's step.
 
-    If a closure computes the gradients, as in Lightning, the action runs after the closure.
-
-    Args:
-        optimizer: Optimizer of the step.
-        args: Positional arguments of the step, as the hook receives them.
-        kwargs: Keyword arguments of the step.
-        act: Action, called with the return value of the closure each time that it ran; once with None if there is no
-            closure.
-
-    Returns:
-        The return value of the hook: new arguments of the step, or None.
+    If a closure computes the gradients, as in Lightning, the action runs after the closure, with its return value each
+    time; otherwise once with None. Return the new arguments of the step for the hook to return, or None.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
