@@ -428,28 +428,6 @@ def list_stacks(model: Subject | nn.Module, inputs: Any, *, batch_first: bool | 
         `workbench.read_anatomy`: Finds the blocks of one stack.
         `workbench.profile`: Computes the spectra of one stack.
     """
-    try:
-        anatomy = read_anatomy(model, inputs, batch_first=batch_first)
-    except AnatomyError:
-        stacks = _outer_stacks(model, inputs)
-        names = [name for stack in stacks for name in _readable(model, inputs, stack, batch_first)]
-        if not names:
-            raise
-        return names
-    return [anatomy.stack, *anatomy.other_stacks]
-
-
-def _outer_stacks(model: Subject | nn.Module, inputs: Any) -> list[str]:
-    """Return the chains of blocks that are no parts of others, in the order in which they run."""
-    subject, module = subject_in(model), runnable(model)
-    probe, _ = Batches.of(inputs, subject).probe_and_all()
-    chains = [c for c in find_candidates(module, record_calls(module, on_device_of(module, probe))) if is_chain(c)]
-    found = [c for c in chains if is_outer(c, chains) and not any(is_fragment(c, other) for other in chains)]
-    return list(dict.fromkeys(c.name for c in sorted(found, key=lambda c: c.calls[-1].end)))
-
-
-def _readable(model: Subject | nn.Module, inputs: Any, stack: str, batch_first: bool | None) -> list[str]:
-    """Return the name of a stack if its blocks carry one stream, else the names of their parallel streams."""
 
     def is_readable(name: str) -> bool:
         try:
@@ -458,4 +436,18 @@ def _readable(model: Subject | nn.Module, inputs: Any, stack: str, batch_first: 
             return False
         return True
 
-    return [stack] if is_readable(stack) else list(takewhile(is_readable, (f"{stack}:{i}" for i in count())))
+    try:
+        anatomy = read_anatomy(model, inputs, batch_first=batch_first)
+    except AnatomyError:
+        subject, module = subject_in(model), runnable(model)
+        probe = on_device_of(module, Batches.of(inputs, subject).probe_and_all()[0])
+        chains = [c for c in find_candidates(module, record_calls(module, probe)) if is_chain(c)]
+        outer = [c for c in chains if is_outer(c, chains) and not any(is_fragment(c, other) for other in chains)]
+        names: list[str] = []
+        for stack in dict.fromkeys(c.name for c in sorted(outer, key=lambda c: c.calls[-1].end)):
+            streams = (f"{stack}:{i}" for i in count())
+            names += [stack] if is_readable(stack) else takewhile(is_readable, streams)
+        if not names:
+            raise
+        return names
+    return [anatomy.stack, *anatomy.other_stacks]

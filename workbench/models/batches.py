@@ -147,11 +147,11 @@ def _as_tensor(value: Any, name: str | None) -> Any:
     if name and name.endswith("_ids") and _is_list(value):
         try:
             value = torch.tensor(value)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError) as wrong:
             raise SnapshotError(
-                f"'{name}' is a list that cannot become a tensor ({str(error).splitlines()[0]}); pad its sequences to "
+                f"'{name}' is a list that cannot become a tensor ({str(wrong).splitlines()[0]}); pad its sequences to "
                 "one length, for example by tokenizer(..., padding=True, return_tensors='pt')."
-            ) from error
+            ) from wrong
     if isinstance(value, np.ndarray):
         value = _from_array(value)
     if not isinstance(value, Tensor):

@@ -197,16 +197,12 @@ class _Loader:
             else:
                 if not hasattr(cls, "base_model_prefix"):  # an auto class, which finds custom code only by the path
                     cls = type(self._load(cls, plain=False, without_memory=True)[0])
-                names = unwrapped_names(self.weights.state) if plain else {name: name for name in self.weights.state}
-                state = (
-                    self.weights.read()
-                    if "device_map" not in options
-                    else {
-                        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                        for name, tensor in self.weights.state.items()
-                    }
-                )
-                state = {names[name]: tensor for name, tensor in state.items()}
+                held = self.weights.state
+                names = unwrapped_names(held) if plain else dict(zip(held, held, strict=True))
+                if "device_map" in options:
+                    state = {names[n]: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in held.items()}
+                else:
+                    state = {names[name]: tensor for name, tensor in self.weights.read().items()}
                 model, info = cls.from_pretrained(None, state_dict=state, **options)
                 # What from_pretrained adds to a model loaded from a path, but not to one loaded from a state dict.
                 model.config.name_or_path = model.name_or_path = self.source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -102,33 +102,20 @@ def router_weights(
         if isinstance(finding, str):
             routers.append(Unreadable(layer, site.name, finding))
         elif finding is not None:
-            bias = _read(model, finding.bias) if finding.bias is not None else None
+            bias = None if finding.bias is None else _read(model, finding.bias)
             weight = _read(model, finding.rows)
-            routers.append(
-                Router(
-                    layer,
-                    site.name,
-                    finding.rows.name,
-                    weight,
-                    bias,
-                    len(weight),
-                    finding.top_k,
-                    finding.scoring,
-                    finding.is_corrected,
-                    finding.rows,
-                    finding.bias,
-                )
-            )
+            routers.append(Router(layer, site.name, finding.rows.name, weight, bias, len(weight), *finding))
     return routers
 
 
-@dataclass(frozen=True)
-class _Finding:
-    rows: ParameterSlice
-    bias: ParameterSlice | None
+class _Finding(NamedTuple):
+    """The last attributes of a `Router`."""
+
     top_k: int
     scoring: str
     is_corrected: bool
+    rows: ParameterSlice
+    bias: ParameterSlice | None
 
 
 def _read(model: nn.Module, rows: ParameterSlice) -> Tensor:
@@ -153,7 +140,7 @@ def _find_router(layer: int, site: Site, trace: BlockTrace) -> _Finding | str | 
                 for scores in (s.scores for s in selections if s.scores.shape == selection.scores.shape):
                     different += [] if any(torch.equal(scores, other) for other in different) else [scores]
                 n_selected = len(different)
-            return _Finding(projection.weight, projection.bias, n_selected, scoring, is_corrected)
+            return _Finding(n_selected, scoring, is_corrected, projection.weight, projection.bias)
     if certain := [s for s in selections if s.is_top_k]:
         n_experts = certain[-1].scores.shape[-1]
         return (

@@ -190,7 +190,7 @@ class _Lockstep:
             stack.enter_context(undisturbed(self._model))
             stack.enter_context(config_options(caches))
             stack.enter_context(self._weights.emptied_after())
-            stack.callback(lambda: [one.cancel() for one in self._passes])
+            stack.callback(self._cancel)
             stack.enter_context(self._waiting_before_blocks())
             stack.enter_context(watch(hooks))
             if first:
@@ -211,6 +211,10 @@ class _Lockstep:
                     self._results.add(layer, self._moments.pop(layer))
         require_reached(self._anatomy, self._silent)
 
+    def _cancel(self) -> None:
+        for one in self._passes:
+            one.cancel()
+
     def _watcher(self, batch: Any = None) -> StreamWatcher:
         kind = _LastWatcher if self._is_outside else StreamWatcher
         watcher = kind(self._anatomy, self._selection, self._add, layers=self._layers)
@@ -230,16 +234,19 @@ class _Lockstep:
         device = self._weights.device.type
         is_mixed, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
-        def forward(one: _Pass, batch: Any) -> None:
-            self._current.one, one.watcher = one, self._watcher(batch)
-            with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=is_mixed):
-                run_model(self._model, batch)
+        def running(batch: Any) -> Callable[[_Pass], None]:
+            def run(one: _Pass) -> None:
+                self._current.one, one.watcher = one, self._watcher(batch)
+                with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=is_mixed):
+                    run_model(self._model, batch)
+
+            return run
 
         for i, item in enumerate(islice(self._batches.items, len(outputs)) if outputs else self._batches.items):
             batch = on_device_of(self._model, item)
             if self._selection.is_complete:
                 break
-            one = _Pass(lambda one, batch=batch: forward(one, batch), outputs[i] if outputs else None)
+            one = _Pass(running(batch), outputs[i] if outputs else None)
             self._passes.append(one)
             one.step()
             if not self._batches.is_known:
