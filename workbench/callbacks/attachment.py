@@ -53,12 +53,6 @@ class Attachment:
     ) -> None:
         """Attach the callbacks to a training.
 
-        Args:
-            model: Model to train.
-            optimizer: Optimizer of its parameters.
-            step: Number of updates so far.
-            state: State from a checkpoint, as returned by `state`; None for a new run.
-
         Raises:
             OptionError: If a callback cannot act on this training.
             StoreError: If the checkpoint was written with other options.
@@ -164,9 +158,6 @@ class Attachment:
     def change_batch(self, batch: Any) -> Any:
         """Return a batch as changed by the callbacks.
 
-        Args:
-            batch: Mapping with ``labels``, or inputs and targets.
-
         Raises:
             OptionError: If the batch is neither.
         """
@@ -187,12 +178,7 @@ class Attachment:
         return {**inputs, "labels": targets} if isinstance(batch, Mapping) else type(batch)((inputs, targets))
 
     def with_auxiliary(self, loss: Tensor, fraction: float = 1.0) -> Tensor:
-        """Return a loss plus the terms that callbacks add.
-
-        Args:
-            loss: Loss of the task.
-            fraction: Factor on the terms, below 1 where the gradients of several batches are added.
-        """
+        """Return a loss plus the terms that callbacks add."""
         terms = self.callbacks.auxiliary_loss(loss, None)
         return loss if terms is None else loss + terms * fraction
 

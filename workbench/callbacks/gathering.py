@@ -36,17 +36,6 @@ def gather(
     the user's callbacks, in their order. The recorder with its alarms and actions is last, so that it receives the
     output of all others.
 
-    Args:
-        callbacks: User-defined callbacks, or objects of the kinds below. This and the other arguments may be None.
-        kss: Koopman Spectral Shaping.
-        faults: Faults, at most one of each kind.
-        penalties: Penalties, which are terms of the loss.
-        recorder: Recorder.
-        alarms: Alarms on what the recorder measures.
-        actions: Actions that the alarms may trigger.
-        seed: Seed of the random draws of faults and penalties.
-        stack: Stack of the blocks that penalties act on; see `workbench.read_anatomy`.
-
     Raises:
         OptionError: If two arguments exclude each other.
     """

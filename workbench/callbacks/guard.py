@@ -67,12 +67,7 @@ class Guard(Callback):
         self._rate_factor, self._n_answered, self._unsound = 1.0, 0, set[int]()
 
     def setup(self, run: TrainingRun) -> None:
-        """Check that the trainer, the recorder and the actions are compatible.
-
-        Raises:
-            OptionError: If the recorder has its own store in `workbench.train`, or an action needs checkpoints and
-                there are none.
-        """
+        """Check that the trainer, the recorder and the actions are compatible."""
         super().setup(run)
         self._forget()
         if run.owns_loop and self.recorder.path is not None:
@@ -90,8 +85,8 @@ class Guard(Callback):
         self._state = dict(state)
         self._rate_factor, self._n_answered = state["rate_factor"], state["n_answered"]
         self._unsound = set(state["unsound"])
-        self.recorder.recent_examples = state.get("recent_examples", [])
-        self.recorder.settings_state = state.get("settings", {})
+        self.recorder.memory.recent_examples = state.get("recent_examples", [])
+        self.recorder.memory.settings = state.get("settings", {})
         if not self.run.owns_loop and "recorder" in state:
             self.recorder.load_state_dict(state["recorder"])
 
@@ -135,11 +130,7 @@ class Guard(Callback):
             self._attached.log(**numbers)
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, float]:
-        """Pass the metrics of a step to the recorder, and record the alarms that they raise.
-
-        Returns:
-            Further metrics from the recorder, such as ``batch_size``.
-        """
+        """Pass the metrics of a step to the recorder, and record the alarms that they raise."""
         if self._attached is None:
             return {}
         if not self.run.owns_loop:

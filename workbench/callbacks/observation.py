@@ -70,11 +70,7 @@ class Observers:
         self._functions: list[Callable[..., None]] = []
 
     def add(self, function: Callable[..., None]) -> Callable[[], None]:
-        """Add a function.
-
-        Returns:
-            A function that removes it again.
-        """
+        """Add a function."""
         with self._lock:
             self._functions.append(function)
 

@@ -188,7 +188,8 @@ def train(
         seed=seed,
         stack=profile_options.get("stack"),
     )
-    if spectra_every and any(_takes_spectra(callback) for callback in gathered):
+    recorders = [found for each in gathered if (found := getattr(each, "recorder", None)) is not None]
+    if spectra_every and any(each.every["spectra"] is not None for each in recorders):
         raise OptionError(
             "spectra_every and the recorder would both write the spectra of the run; set spectra_every=None, or "
             "Recorder(every={'spectra': None})."
@@ -198,8 +199,3 @@ def train(
         module_of(model), as_task(task), plan, recording, loss, gathered, resume=resume, overwrite=overwrite
     )
     return training.steps()
-
-
-def _takes_spectra(callback: Any) -> bool:
-    recorder = getattr(callback, "recorder", None)
-    return recorder is not None and recorder.every["spectra"] is not None

@@ -295,11 +295,7 @@ class Callback:
 
 
 def checked(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks unchanged; raise if two have the same name.
-
-    Raises:
-        OptionError: If two have the same name.
-    """
+    """Return the callbacks unchanged; raise if two have the same name."""
     names: set[str] = set()
     for callback in callbacks:
         if callback.name in names:
@@ -326,11 +322,7 @@ class CallbackGroup:
         return iter(self.callbacks)
 
     def setup(self, run: TrainingRun) -> None:
-        """Set up all callbacks, or none if one of them raises an exception.
-
-        Raises:
-            OptionError: If one cannot act on the run, or acts on another one.
-        """
+        """Set up all callbacks, or none if one of them raises an exception."""
         for callback in self.callbacks:
             if callback.is_running and callback.run is not run and callback.run.has_begun:
                 raise OptionError(
@@ -345,11 +337,7 @@ class CallbackGroup:
             raise
 
     def begin(self, run: TrainingRun) -> None:
-        """Begin all callbacks.
-
-        Raises:
-            OptionError: If one was set up for another run since `setup`.
-        """
+        """Begin all callbacks."""
         for callback in self.callbacks:
             if not callback.is_running or callback.run is not run:
                 raise OptionError(
@@ -395,9 +383,6 @@ class CallbackGroup:
 
     def end_step(self, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
         """End a step, passing its metrics from one callback to the next.
-
-        Returns:
-            The metrics, including those that the callbacks add.
 
         Raises:
             OptionError: If a callback does not return one number for each name, or returns a reserved name.

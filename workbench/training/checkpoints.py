@@ -63,9 +63,6 @@ def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Pa
 
     Returns:
         The folder of the checkpoint.
-
-    Raises:
-        StoreError: If the disk is full, or the folder cannot be written.
     """
     place = folder / f"step-{state.step:08d}"
     with replacing(place) as partial, _as_store_error(place):
@@ -91,10 +88,6 @@ def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
 
     Returns:
         The path of the copy.
-
-    Raises:
-        CheckpointError: If there is no checkpoint of that step.
-        StoreError: If there is no run, the new path exists, or the disk is full.
     """
     store, new_store = Path(store), Path(new_store)
     checkpoints, new_checkpoints = store.with_suffix(".checkpoints"), new_store.with_suffix(".checkpoints")
@@ -116,11 +109,7 @@ def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
 
 
 def read_checkpoint(place: Path) -> TrainingState:
-    """Read the state of a checkpoint except the parameters, which `load_weights` reads.
-
-    Raises:
-        CheckpointError: If the checkpoint is damaged.
-    """
+    """Read the state of a checkpoint except the parameters, which `load_weights` reads."""
     with _SAVED.reading(place):
         # weights_only, so that no code in the checkpoint is run.
         kept = torch.load(_SAVED.check(place / _STATE), map_location="cpu", weights_only=True)

@@ -88,7 +88,7 @@ class Training:
     ) -> None:
         self.model, self.task, self.plan, self.recording, self.loss = model, task, plan, recording, loss
         self.callbacks = CallbackGroup(callbacks)
-        self.device = _device_of(model)
+        self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         if plan.precision == "float16" and self.device.type != "cuda":
             raise OptionError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
         self.optimizer = plan.optimizer_for(model)
@@ -172,7 +172,11 @@ class Training:
     def steps(self) -> Iterator[StepRecord]:
         """Train, yielding one record per step."""
         # First, so that an error about the anatomy of the model is raised before a store is created.
-        taker = self._spectra_taker() if self.recording.spectra_every else None
+        options, taker = self.recording.profile_options, None
+        if self.recording.spectra_every:
+            n_tokens = options.get("n_snapshots", 2048) or 2048
+            inputs = self.task.probe(n_tokens) if self.recording.probe is None else self.recording.probe
+            taker = SpectraTaker(self.model, inputs, options)
         was_training = self.model.training
         state, is_step_complete = "interrupted", True
         try:
@@ -189,7 +193,9 @@ class Training:
                 self._output.event(event)
             batches = self.task.stream(self.step)
             while self.step < self.plan.n_steps:
-                spectra, is_due = self._due_spectra(taker)
+                every, is_last = self.recording.spectra_every, self.step == self.plan.n_steps - 1
+                is_due = every is not None and (self.step % every == 0 or is_last)
+                spectra = self._spectra(taker, self.step) if taker is not None and is_due else None
                 batch = next(batches, None)
                 if batch is None:
                     self._record_event("finished", message=f"The data ended after {self.step} steps.")
@@ -413,21 +419,6 @@ class Training:
             self._clip(self._grad_norm())
         return total
 
-    def _spectra_taker(self) -> SpectraTaker:
-        options = self.recording.profile_options
-        n_tokens = options.get("n_snapshots", 2048) or 2048
-        inputs = self.task.probe(n_tokens) if self.recording.probe is None else self.recording.probe
-        return SpectraTaker(self.model, inputs, options)
-
-    def _due_spectra(self, taker: SpectraTaker | None) -> tuple[xr.Dataset | None, bool]:
-        """Return the spectra before the next update, None unless they are due, and whether they are due."""
-        every = self.recording.spectra_every
-        if taker is None or every is None:
-            return None, False
-        is_last = self.step == self.plan.n_steps - 1
-        is_due = self.step % every == 0 or is_last
-        return (self._spectra(taker, self.step) if is_due else None), is_due
-
     def _spectra(self, taker: SpectraTaker, step: int) -> xr.Dataset | None:
         """Compute spectra, or record an event with the reason why there are none and return None."""
         try:
@@ -440,14 +431,10 @@ class Training:
         return on_device_of(self.model, self.task.probe(n_tokens))
 
     def _probe_loss(self, model: nn.Module) -> Tensor:
-        inputs, targets = (on_device_of(self.model, each) for each in self._held_out())
-        return self.loss(prediction_of(call_model(model, inputs)), targets)
-
-    def _held_out(self) -> tuple[Any, Tensor]:
-        """Return a few held-out examples and their targets."""
         if self._kept is None:
             self._kept = self.task.held_out(_PROBE_TOKENS)  # type: ignore[attr-defined]
-        return self._kept
+        inputs, targets = (on_device_of(self.model, each) for each in self._kept)
+        return self.loss(prediction_of(call_model(model, inputs)), targets)
 
     def _record_event(self, kind: str, **what: Any) -> None:
         self._output.event(Event(self.step, kind, **what))
@@ -502,17 +489,8 @@ def takes_several_passes(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.LBFGS) or _is_two_pass(optimizer)
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
 def place_of_failure(model: nn.Module, loss_of: LossOf, *, around: Around) -> str:
     """Repeat a failed pass and describe where the first value that is not finite arises.
-
-    Args:
-        model: Model with the parameters of the failed pass.
-        loss_of: Function from the model to its loss on the batch of that pass.
-        around: Function that returns the context of the pass.
 
     Returns:
         A sentence; it states the reason if the pass cannot be repeated, and is empty if the repeated pass is finite.
@@ -526,13 +504,7 @@ def place_of_failure(model: nn.Module, loss_of: LossOf, *, around: Around) -> st
 
 
 def evidence(record: StepRecord, plan: TrainingPlan, place: str) -> dict[str, Any]:
-    """Return source, score and message of the event of a divergence.
-
-    Args:
-        record: Record of the step.
-        plan: Plan with the limits.
-        place: Sentence of `place_of_failure`; may be empty.
-    """
+    """Return source, score and message of the event of a divergence."""
     if record.cause == "loss":
         score, limit = record.loss, plan.loss_limit
         what = f"Loss {score:.4g} is above {limit:g}."

@@ -31,10 +31,6 @@ def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     numbers are float32 numbers, and hardware that multiplies them also accumulates in float32. Therefore the factors
     are rounded to bfloat16 and multiplied in float32, and the result is rounded, also in the backward pass. The only
     difference is the order of summation.
-
-    Args:
-        device: Type of the device.
-        dtype: Type of low-precision products; None disables autocast.
     """
     if dtype is None:
         yield

@@ -105,11 +105,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise an error, because it is unknown whether Muon or AdamW should update further parameters.
-
-        Raises:
-            OptionError: Always after the optimizer was created.
-        """
+        """Raise an error, because it is unknown whether Muon or AdamW should update further parameters."""
         if self._is_complete:
             raise OptionError("Parameters cannot be added to MuonWithAdamW; create a new optimizer with all of them.")
         super().add_param_group(param_group)
@@ -135,10 +131,6 @@ def muon_for(model: nn.Module, **options: Any) -> MuonWithAdamW:
     These are the weights with two dimensions (``weight`` or ``in_proj_weight``) of modules within a ``ModuleList`` or
     ``Sequential``, except embeddings. AdamW updates all others: embedding, output head, vectors, biases, tensors of
     experts, and parameters with other names.
-
-    Args:
-        model: Model whose trainable parameters are updated.
-        **options: Arguments of `MuonWithAdamW`.
     """
     is_matrix: set[int] = set()
     for stack in model.modules():

@@ -98,11 +98,7 @@ class SpectraTaker:
         self._has_warned = False
 
     def take(self, step: int) -> xr.Dataset:
-        """Compute the spectra after ``step`` updates, dims ``step``, ``layer`` and ``mode``, padded to all modes.
-
-        Raises:
-            SnapshotError: If the stream holds NaN or infinite values, or does not vary.
-        """
+        """Compute the spectra after ``step`` updates, dims ``step``, ``layer`` and ``mode``, padded to all modes."""
         options = {"progress": False, **self.options, "anatomy": self._anatomy}
         with warnings.catch_warnings():
             if self._has_warned:  # one warning suffices, as the data have the rank of each layer
@@ -115,11 +111,7 @@ class SpectraTaker:
 
 
 def check_places(recording: Recording, *, overwrite: bool) -> None:
-    """Raise if an earlier run exists at the store or in the folder of the checkpoints.
-
-    Raises:
-        StoreError: If there is a store or a checkpoint already, and ``overwrite`` is False.
-    """
+    """Raise if an earlier run exists at the store or in the folder of the checkpoints."""
     if recording.store is not None:
         check_free(Path(recording.store), overwrite=overwrite)
     folder = recording.written_checkpoints
@@ -131,11 +123,7 @@ def check_places(recording: Recording, *, overwrite: bool) -> None:
 
 
 def check_checkpoint_folder(recording: Recording) -> None:
-    """Raise if checkpoints are enabled and their folder cannot be written.
-
-    Raises:
-        StoreError: Names the folder.
-    """
+    """Raise if checkpoints are enabled and their folder cannot be written."""
     folder = recording.written_checkpoints
     if folder is None:
         return
@@ -152,11 +140,7 @@ def check_checkpoint_folder(recording: Recording) -> None:
 
 
 def open_writer(recording: Recording, configuration: Mapping[str, Any], *, overwrite: bool) -> RunWriter | None:
-    """Create the store of a run and remove checkpoints of an earlier one; return None if there is no store.
-
-    Raises:
-        StoreError: If the path exists, or it or the folder of the checkpoints cannot be written.
-    """
+    """Create the store of a run and remove checkpoints of an earlier one; return None if there is no store."""
     check_checkpoint_folder(recording)
     folder = recording.written_checkpoints
     if folder is not None and overwrite:
@@ -175,11 +159,7 @@ def open_writer(recording: Recording, configuration: Mapping[str, Any], *, overw
 
 
 def recorded_configuration(store: Path | str) -> dict[str, Any]:
-    """Return the configuration of the run in a store.
-
-    Raises:
-        StoreError: If there is no store, or it does not hold a training run.
-    """
+    """Return the configuration of the run in a store."""
     attrs = open_run(store).attrs
     if "configuration" not in attrs:
         raise StoreError(f"{store} does not hold a training run; pass a store written by wb.train().")

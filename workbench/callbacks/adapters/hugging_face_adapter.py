@@ -15,7 +15,7 @@ from workbench.callbacks.gathering import AnyCallback, gather
 from workbench.errors import OptionError
 
 if TYPE_CHECKING:
-    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import TrainerCallback
 
 _NAME = "WorkbenchCallback"
 #: Label of tokens that do not count in the loss.
@@ -67,12 +67,9 @@ def trainer_callback(*callbacks: AnyCallback, seed: int = 0) -> TrainerCallback:
             self.passes: _PassHooks | None = None
             weakref.finalize(self, self.attachment.end, is_broken=True).atexit = False
 
-        def on_train_begin(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-        ) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             model, optimizer = others["model"], others["optimizer"]
-            by_name: Any = state.stateful_callbacks  # transformers annotates a list; in a Trainer it is a dictionary
-            saved = by_name.setdefault(_NAME, {})
+            saved = state.stateful_callbacks.setdefault(_NAME, {})
             if isinstance(saved, list):
                 raise OptionError(
                     f"A Trainer takes one callback of the workbench, got {len(saved)}; pass all of them to one "
@@ -85,27 +82,21 @@ def trainer_callback(*callbacks: AnyCallback, seed: int = 0) -> TrainerCallback:
                 self.passes = _PassHooks(self.attachment, model, args.gradient_accumulation_steps)
                 self.attachment.at_end.append(self.passes.remove)
 
-        def on_step_begin(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-        ) -> None:
+        def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             self.attachment.begin_step(state.global_step)
 
-        def on_pre_optimizer_step(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-        ) -> None:
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             if self.passes is not None:
                 self.passes.close()
             self.attachment.before_update(state.global_step, {})
 
-        def on_step_end(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-        ) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             self.attachment.updated(state.global_step - 1)
             logs_each = args.logging_strategy == "steps" and args.logging_steps == 1
             if not logs_each:  # the loss of the logs would be a mean over several steps
                 control.should_training_stop |= self.attachment.end_step({})
 
-        def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
+        def on_log(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             logs = others.get("logs") or {}
             if "loss" not in logs:
                 return
@@ -117,9 +108,7 @@ def trainer_callback(*callbacks: AnyCallback, seed: int = 0) -> TrainerCallback:
             logs.update(numbers)
             state.log_history[-1].update(numbers)
 
-        def on_train_end(
-            self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
-        ) -> None:
+        def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             self.attachment.end()
 
         def state(self) -> dict[str, Any]:

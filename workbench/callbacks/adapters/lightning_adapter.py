@@ -136,11 +136,6 @@ def lightning_callback(*callbacks: AnyCallback, seed: int = 0) -> LightningCallb
 def _wrap_training_step(module: Any, attachment: Attachment, passes: ExitStack) -> Callable[[], None]:
     """Wrap the training step of a LightningModule so that callbacks act around it.
 
-    Args:
-        module: Module whose training step is wrapped.
-        attachment: Attachment of the callbacks.
-        passes: Contexts of the pass, which the caller closes after the backward pass.
-
     Returns:
         A function that removes the wrapper.
     """
@@ -167,11 +162,7 @@ def _wrap_training_step(module: Any, attachment: Attachment, passes: ExitStack) 
 
 
 def _lightning() -> ModuleType:
-    """Import Lightning under the name that the caller uses; it has two.
-
-    Raises:
-        MissingPackageError: If it is not installed.
-    """
+    """Import Lightning under the name that the caller uses; it has two."""
     names = ("lightning.pytorch", "pytorch_lightning")
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:

@@ -17,10 +17,9 @@ See Also:
 from workbench.callbacks.alarms.alarms import Alarms as Alarms
 from workbench.callbacks.alarms.attribution import Attribution, Attributor
 from workbench.callbacks.alarms.calibration import Calibration, calibrate
-from workbench.callbacks.alarms.own_past import OwnPast
 from workbench.callbacks.alarms.replaying import LeadTime, evidence_of, lead_time, recorded_alarms, replay
 from workbench.callbacks.alarms.run_evidence import observations
-from workbench.callbacks.alarms.watched import WATCHED, Watched
+from workbench.callbacks.alarms.watched import WATCHED
 from workbench.callbacks.observation import Alarm, Observation
 from workbench.option_checks import publish
 
@@ -32,8 +31,6 @@ __all__ = [
     "Calibration",
     "LeadTime",
     "Observation",
-    "OwnPast",
-    "Watched",
     "calibrate",
     "evidence_of",
     "lead_time",

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -142,15 +142,8 @@ class AbsoluteLimits:
 LOGIT_LIMIT = 10_000.0
 
 
-@dataclass(frozen=True)
-class LargeLogit:
-    """The largest attention logit of a measurement that exceeds the limit.
-
-    Attributes:
-        value: The logit, unit 1.
-        layer: Its layer.
-        head: Its head.
-    """
+class LargeLogit(NamedTuple):
+    """The largest attention logit of a measurement that exceeds the limit, unit 1, with its place."""
 
     value: float
     layer: int

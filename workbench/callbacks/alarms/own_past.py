@@ -76,19 +76,6 @@ class OwnPast:
         least_scale: Smallest standard deviation, in units of the values, shape (series,); may be changed at any time.
         is_noise: Whether the steps are independent apart from the trend, as metrics of random batches are, shape
             (series,). Long windows then also learn their spread from shorter ones, and are evaluated earlier.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> past = wb.alarms.OwnPast(np.array([0.01]), is_noise=np.array([True]))
-        >>> noise = np.random.default_rng(0).normal(size=300)
-        >>> found = [past.update(np.array([value])) for value in [*noise, 9.0]]
-        >>> bool(found[-2].rise < 3), bool(found[-1].rise > 6), int(found[-1].rise_window[0])
-        (True, True, 1)
-
-    See Also:
-        `workbench.Alarms`: Compares all watched signals with their own past.
-        `workbench.alarms.Calibration`: Relates the evidence to a rate of false alarms.
     """
 
     def __init__(self, least_scale: np.ndarray, *, is_noise: np.ndarray) -> None:

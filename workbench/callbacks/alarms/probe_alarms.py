@@ -53,9 +53,6 @@ class RepeatedBatches:
     def update(self, values: Mapping[str, Any]) -> bool | None:
         """Process the metrics of an update.
 
-        Args:
-            values: Metrics of the part ``monitors``, of which ``repeated_examples`` and ``batch_size`` are used.
-
         Returns:
             Whether the loader repeats itself; None if unknown.
         """
@@ -227,9 +224,6 @@ class ProbeAlarms:
     def observe(self, observation: Observation) -> list[Alarm]:
         """Process an observation of any part.
 
-        Args:
-            observation: A `workbench.alarms.Observation`.
-
         Returns:
             The alarms that it raises, usually none.
         """
@@ -241,7 +235,10 @@ class ProbeAlarms:
             return []
         of_limits = []
         if observation.part == "monitors":
-            self._forget_other_setting(observation.step)
+            standing = self.standing.get("settings")
+            is_other = standing is not None and standing[1] == (_OTHER_SETTING,)
+            if standing is not None and is_other and observation.step > standing[0].step + _LASTS:
+                del self.standing["settings"]
             beyond = self._beyond_limits(observation)
             own = "" if beyond is None else f"{LIMITS_SIGNAL} {beyond[1][0]}"
             for other in [each for each in self.standing if each.startswith(LIMITS_SIGNAL) and each != own]:
@@ -285,11 +282,6 @@ class ProbeAlarms:
         alarm = Alarm(observation.step, setting, -1, -1, math.inf, factor, is_outcome=False, message=message)
         self.standing["settings"] = alarm, (_OF_SETTINGS.get((setting, factor > 1), _OTHER_SETTING),)
         return [alarm]
-
-    def _forget_other_setting(self, step: int) -> None:
-        standing = self.standing.get("settings")
-        if standing is not None and standing[1] == (_OTHER_SETTING,) and step > standing[0].step + _LASTS:
-            del self.standing["settings"]
 
     def _data(self, observation: Observation) -> Finding | None:
         is_broken = self._labels.update(observation.values), self._causality.update(observation.values)

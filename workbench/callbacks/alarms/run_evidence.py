@@ -59,11 +59,7 @@ class CumulativeSum:
         self.n_since = np.zeros(len(self._least), dtype=np.int64)
 
     def update(self, values: np.ndarray) -> np.ndarray:
-        """Process one number of each series; numbers that are not finite count as missing.
-
-        Returns:
-            The sums, shape (series,).
-        """
+        """Process one number of each series; numbers that are not finite count as missing."""
         is_known = np.isfinite(values)
         self._n += is_known
         scale = np.maximum(np.sqrt(self._variance), self._least)
@@ -263,14 +259,14 @@ class RunEvidence:
                 group.restart()
 
     def update(self, observation: Observation) -> list[Reading]:
-        """Process an observation of any part.
-
-        Returns:
-            The readings of its watched signals.
-        """
+        """Process an observation of any part."""
         found = list(watched_values(observation))
         if observation.part == "monitors":
-            self._note_rate(observation)
+            rate = float(observation.values.get("learning_rate", math.nan))
+            if math.isfinite(rate):
+                self._rate = rate
+                self._highest = np.fmax(self._highest, rate)
+                self._rates.append(rate)
             if observation.values.get("is_skipped", 0) >= 1:  # an overflow in float16: there was no update
                 return []
         if not found:
@@ -282,18 +278,11 @@ class RunEvidence:
         readings = []
         for group in groups:
             group.update(observation.step, found, math.log(self._rate) if self._rate > 0 else 0.0)
-            readings += [self._with_rate(reading) for reading in group.readings(observation.step)]
+            readings += [self._with_rate(group.reading(name, observation.step)) for name in group._places]
         if observation.part == "monitors" and "loss" in observation.values:
             readings += [self._with_rate(reading) for reading in self._shifts(observation)]
         self.latest |= {reading.watched.name: reading for reading in readings}
         return readings
-
-    def _note_rate(self, observation: Observation) -> None:
-        rate = float(observation.values.get("learning_rate", math.nan))
-        if math.isfinite(rate):
-            self._rate = rate
-            self._highest = np.fmax(self._highest, rate)
-            self._rates.append(rate)
 
     def _shifts(self, observation: Observation) -> list[Reading]:
         """Return the readings of the shifts of the loss."""
@@ -366,12 +355,9 @@ class _Group:
         self._steps.append(step)
         self._values = values
         self._found = self._past.update(values)
-        self._add_sums(values)
-
-    def _add_sums(self, values: np.ndarray) -> None:
-        """Replace the evidence of a rise by the cumulative sum where that is larger."""
         if not self._accumulates.any():
             return
+        # The evidence of a rise is replaced by the cumulative sum where that is larger.
         found, here = self._found, self._accumulates
         sums = self._sums.update(values[here])
         is_more = sums > found.rise[here]
@@ -390,11 +376,8 @@ class _Group:
         least = np.where(known, _FRACTION_OF_FIRST * np.abs(middle), 0.0)
         self._past.least_scale[self._losses] = np.maximum(self._past.least_scale[self._losses], least)
 
-    def readings(self, step: int) -> list[Reading]:
-        """Return the readings of all signals of the group, not yet adjusted to the learning rate."""
-        return [self._reading(name, step) for name in self._places]
-
-    def _reading(self, name: str, step: int) -> Reading:
+    def reading(self, name: str, step: int) -> Reading:
+        """Return the reading of a signal of the group, not yet adjusted to the learning rate."""
         each, place, found = self._signals[name], self._places[name], self._found
         watched, n = each.watched, place.stop - place.start
         of_rise, of_fall = found.rise[place] - math.log10(n), found.fall[place] - math.log10(n)

@@ -203,9 +203,6 @@ class SettingsSentinel:
 
         Returns:
             The changes, usually none.
-
-        Raises:
-            OptionError: If a value has another type, or has a plan and is not a number.
         """
         values = {name: self._checked(name, value) for name, value in settings.items()}
         noted = values.pop(_NOTED, [])
@@ -343,9 +340,6 @@ def planned_settings(plan: Mapping[str, Any] | Callable[[int], Mapping[str, Any]
             function of the step, a mapping from first steps to the values from there on, or None if any value is
             planned. Or one function from the step to the values by name, with the same names at every step. None if
             there is no plan.
-
-    Raises:
-        OptionError: If the plan has another form.
     """
     if callable(plan):
         at_start = plan(0)

@@ -40,16 +40,6 @@ class Watched:
         threshold: Threshold of a `LossShift`, which has a rate of false alarms of its own; NaN for all other signals,
             whose thresholds follow from the calibration.
         points_to: What a change of the signal indicates, in words.
-
-    Example:
-        >>> import numpy as np
-        >>> import workbench as wb
-        >>> watched = wb.alarms.Watched("monitors", "grad_norm")
-        >>> watched.name, watched.badness(np.array([1.0, np.e])).round(3)
-        ('grad_norm', array([0., 1.]))
-
-    See Also:
-        `workbench.Alarms`: Watches all signals in ``workbench.alarms.WATCHED``.
     """
 
     part: str

@@ -184,13 +184,7 @@ class LayerwisePenalty(Penalty):
 
     @abstractmethod
     def of_layer(self, entering: Tensor, leaving: Tensor, random: torch.Generator) -> Tensor:
-        """Return the penalty of one layer, 0-dim.
-
-        Args:
-            entering: State entering the block, shape (batch, ..., feature).
-            leaving: State leaving the block, of the same shape.
-            random: Generator for random draws.
-        """
+        """Return the penalty of one layer, 0-dim."""
 
 
 @dataclass(frozen=True)
@@ -294,13 +288,7 @@ class ActivationVariance(LayerwisePenalty):
 
 
 def pulled_back_square(entering: Tensor, leaving: Tensor, direction: Tensor) -> Tensor:
-    """Return |J^T v|^2 of a block with the Jacobian J = dy/dx, 0-dim, differentiable in the parameters.
-
-    Args:
-        entering: State x entering the block, part of the autograd graph.
-        leaving: State y leaving the block.
-        direction: Vector v, of the shape of y.
-    """
+    """Return |J^T v|^2 of a block with the Jacobian J = dy/dx, 0-dim, differentiable in the parameters."""
     (pulled,) = torch.autograd.grad(leaving, entering, direction, create_graph=True)
     return _wide(pulled).square().sum()
 

@@ -214,9 +214,6 @@ def _with_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return inputs with changed token ids.
 
     These are the inputs if they are a tensor, ``input_ids`` of a mapping, or the first positional argument.
-
-    Raises:
-        OptionError: If there are no token ids.
     """
     if isinstance(inputs, Mapping) and isinstance(tokens := inputs.get("input_ids"), Tensor):
         return {**inputs, "input_ids": change(tokens)}

@@ -113,8 +113,13 @@ class Injection(Callback):
         self.active, self._on_since, self._kept = (), {}, []
         if self._mode is not None:
             self._mode.n_calls = 0
-        if not run.owns_loop:
-            self._require_own_loop()
+        needing = () if run.owns_loop else self._of(NoAuxiliaryLoss, LowPrecisionReduction, DroppedBucket)
+        for fault in needing:
+            if getattr(fault, "needs_ranks", True):
+                raise OptionError(
+                    f"{fault.name} changes the loss or splits the batch, which is possible only in wb.train(); use "
+                    "that, or leave the fault out."
+                )
         optimizer = run.optimizer
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for fault in self._of(*_OF_GRADIENTS):
@@ -127,15 +132,6 @@ class Injection(Callback):
             if n_buckets > len(self._parameters):
                 raise OptionError.of(
                     "n_buckets", n_buckets, f"at most {len(self._parameters)}, the number of trained parameter tensors"
-                )
-
-    def _require_own_loop(self) -> None:
-        """Raise `OptionError` if a fault needs the loop of `workbench.train`."""
-        for fault in self._of(NoAuxiliaryLoss, LowPrecisionReduction, DroppedBucket):
-            if getattr(fault, "needs_ranks", True):
-                raise OptionError(
-                    f"{fault.name} changes the loss or splits the batch, which is possible only in wb.train(); use "
-                    "that, or leave the fault out."
                 )
 
     def begin(self) -> None:
@@ -356,18 +352,16 @@ def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Grad
         first = next((gradient for gradient in of_ranks if gradient is not None), None)
         if first is not None:
             templates[i] = first
-    flat = [torch.cat([_or_zeros(rank[i], template).flatten() for i, template in templates.items()]) for rank in ranks]
+    flat = [
+        torch.cat([(torch.zeros_like(like) if rank[i] is None else rank[i]).flatten() for i, like in templates.items()])
+        for rank in ranks
+    ]
     total = torch.stack(flat).sum(0) if reduced is None else ring_sum(flat, reduced)
     parts = (total / len(ranks)).split([template.numel() for template in templates.values()])
     mean: Gradients = [None] * len(ranks[0])
     for (i, template), part in zip(templates.items(), parts, strict=True):
         mean[i] = part.view_as(template).to(template.dtype)
     return mean
-
-
-def _or_zeros(gradient: Tensor | None, template: Tensor) -> Tensor:
-    """Return a gradient, or zeros of the shape of another one if there is none."""
-    return torch.zeros_like(template) if gradient is None else gradient
 
 
 def _joined(parts: list[PassResult]) -> PassResult:
@@ -441,9 +435,6 @@ class AttachedFault:
         """Return a batch as changed by the fault, for faults of the data where the model does not receive the labels.
 
         It has to be called with each batch before the forward pass, which then leaves the inputs unchanged.
-
-        Raises:
-            OptionError: If the batch contains nothing that the fault could change.
         """
         self._begin()
         self._changes_inputs = False

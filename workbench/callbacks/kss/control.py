@@ -94,6 +94,18 @@ class ControlValues:
         return {**vars(self), "layers": self.layers if isinstance(self.layers, str) else [*self.layers]}
 
 
+def _control(name: str, doc: str) -> Any:
+    """Return a property that reads one control and sets it."""
+
+    def read(kss: KSSControls) -> Any:
+        return getattr(kss.control, name)
+
+    def write(kss: KSSControls, value: Any) -> None:
+        kss.set(**{name: value})
+
+    return property(read, write, doc=doc)
+
+
 class KSSControls:
     """Controls of KSS that may change during training; the base class of `KSS`, with the same arguments."""
 
@@ -115,50 +127,11 @@ class KSSControls:
         self._observers = Observers()
         self._control = ControlValues(enabled, strength, interval, gamma, layers)
 
-    @property
-    def enabled(self) -> bool:
-        """Whether KSS acts."""
-        return self._control.enabled
-
-    @enabled.setter
-    def enabled(self, value: bool) -> None:
-        self.set(enabled=value)
-
-    @property
-    def strength(self) -> float:
-        """Weight alpha of the penalty."""
-        return self._control.strength
-
-    @strength.setter
-    def strength(self, value: float) -> None:
-        self.set(strength=value)
-
-    @property
-    def interval(self) -> int:
-        """Optimizer steps between two applications."""
-        return self._control.interval
-
-    @interval.setter
-    def interval(self, value: int) -> None:
-        self.set(interval=value)
-
-    @property
-    def gamma(self) -> float:
-        """Target near-unit mass, in [0, 1]."""
-        return self._control.gamma
-
-    @gamma.setter
-    def gamma(self, value: float) -> None:
-        self.set(gamma=value)
-
-    @property
-    def layers(self) -> str | Collection[int]:
-        """Layers to act on: ``"half"``, ``"all"``, or their numbers in increasing order."""
-        return self._control.layers
-
-    @layers.setter
-    def layers(self, value: str | Collection[int]) -> None:
-        self.set(layers=value)
+    enabled = _control("enabled", "Whether KSS acts.")
+    strength = _control("strength", "Weight alpha of the penalty.")
+    interval = _control("interval", "Optimizer steps between two applications.")
+    gamma = _control("gamma", "Target near-unit mass, in [0, 1].")
+    layers = _control("layers", "Layers to act on: ``half``, ``all``, or their numbers in increasing order.")
 
     @property
     def control(self) -> ControlValues:

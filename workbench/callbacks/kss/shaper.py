@@ -534,22 +534,14 @@ def _restore(values: Mapping[nn.Parameter, Tensor]) -> None:
 
 
 def _residual_blocks(model: nn.Module, inputs: Any) -> Anatomy:
-    """Return the anatomy of a model with a residual stream.
-
-    Raises:
-        AnatomyError: If the residual stream cannot be identified with certainty, or there is none.
-    """
+    """Return the anatomy of a model with a residual stream."""
     anatomy = read_anatomy(model, inputs)
     require_residuals(model, inputs, anatomy.stack, anatomy.sites)
     return anatomy
 
 
 def _draw_layers(control: ControlValues, n_layers: int, random: np.random.Generator) -> list[int]:
-    """Return the layers to measure in a step.
-
-    Raises:
-        OptionError: If the model does not have one of them.
-    """
+    """Return the layers to measure in a step."""
     layers = control.layers
     if isinstance(layers, str):
         if layers == "all":

@@ -55,12 +55,7 @@ class TrustRegion:
         return [layer for layer, value in measured.items() if not value <= self.highest]
 
     def violated(self, before: Mapping[int, float], after: Mapping[int, float]) -> list[int]:
-        """Return the layers that cause the update to be undone.
-
-        Args:
-            before: Measure of each layer before the update.
-            after: Measure of each layer after the update.
-        """
+        """Return the layers that cause the update to be undone."""
 
         def limit(layer: int) -> float:
             risen = before[layer] * (1 + self.rise)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -19,7 +19,16 @@ from workbench.callbacks.observation import Alarm, Observation, changed_setting
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters, other_optimizers
-from workbench.callbacks.recorder.options import NUMBERS, RecorderOptions, as_floats, as_number, is_due, plain
+from workbench.callbacks.recorder.options import (
+    NUMBERS,
+    RecorderMemory,
+    RecorderOptions,
+    as_floats,
+    as_number,
+    is_due,
+    plain,
+    to_plain,
+)
 from workbench.callbacks.recorder.probes import ReductionCollector
 from workbench.callbacks.recorder.ranks import (
     Change,
@@ -44,7 +53,7 @@ from workbench.schema.statuses import RunState
 
 if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarms
-    from workbench.callbacks.alarms.settings_sentinel import Plan, SettingsChange
+    from workbench.callbacks.alarms.settings_sentinel import SettingsChange
     from workbench.training.callback import TrainingRun
 
 #: Descriptions of failed measurements that are not parts of a run.
@@ -65,25 +74,6 @@ _STATE_EVERY = 200
 _attached: weakref.WeakSet[AttachedRecorder] = weakref.WeakSet()
 #: Parts that determine the cause of an alarm.
 _CHECKS = ("precision", "reduction")
-
-
-class RecorderOwner(Protocol):
-    """The interface of a `Recorder` to the object that it attaches."""
-
-    options: RecorderOptions
-    n_probe_tokens: int
-    recent_examples: list[int]
-    settings_state: dict[str, Any]
-    planned: dict[str, Plan]
-
-    def _keep_probe(self, probe: Any) -> str | None:
-        """Store the examples of the probe, and return them as JSON; None if that is impossible."""
-
-    def _publish(self, observation: Observation) -> None:
-        """Pass an observation to loggers and observers."""
-
-    def _on_detach(self, step: int) -> None:
-        """Store the step at which the attachment ended."""
 
 
 class AttachedRecorder:
@@ -110,11 +100,14 @@ class AttachedRecorder:
 
     def __init__(
         self,
-        recorder: RecorderOwner,
         model: nn.Module,
         optimizer: JointOptimizer,
         output: RunOutput,
+        options: RecorderOptions,
+        memory: RecorderMemory,
         *,
+        publish: Callable[[Observation], None],
+        ended: Callable[[], None],
         parameters: OptimizedParameters,
         probe: Any,
         step: int,
@@ -125,10 +118,11 @@ class AttachedRecorder:
         is_hosted: bool = False,
     ) -> None:
         self._run, self.is_attached = run, False
-        self.recorder, self.output, self.is_hosted = recorder, output, is_hosted
+        self.options, self.memory, self.output, self.is_hosted = options, memory, output, is_hosted
+        self._pass_on, self._ended = publish, ended
         self.step = step
         self.numbers: dict[str, float] = {}
-        self._every = recorder.options.every
+        self._every = options.every
         self._alarms, self.new_alarms = alarms, list[Alarm]()
         self._parameters: OptimizedParameters | None = parameters
         self._reading = reading
@@ -157,12 +151,12 @@ class AttachedRecorder:
             model,
             optimizer,
             notes_unmade=not is_hosted,  # the owner of the store knows which updates were made
-            n_probe_tokens=recorder.n_probe_tokens,
+            n_probe_tokens=options.n_probe_tokens,
             probe=probe,
             begin=_weakly(self._begin_batch),
             loses_sight=_weakly(self._search_optimizer),
             labels=None if run is None else lambda: run.targets,
-            recent_examples=recorder.recent_examples,
+            recent_examples=memory.recent_examples,
         )
         try:
             if probe is not None:
@@ -192,7 +186,7 @@ class AttachedRecorder:
     @property
     def settings_state(self) -> dict[str, Any]:
         """State of the comparison of the run's settings, as JSON values."""
-        return self.recorder.settings_state if self._settings is None else self._settings.sentinel.state_dict()
+        return self.memory.settings if self._settings is None else self._settings.sentinel.state_dict()
 
     def flush(self) -> None:
         """Write all metrics so far, including those of the current step if its update is done."""
@@ -227,7 +221,7 @@ class AttachedRecorder:
                 word = "stopped" if is_broken else "finished"
                 self.event(word, message=f"{word.capitalize()} after {self.step} steps.")
                 self.output.close(state=word)
-            self.recorder._on_detach(self.step)
+            self._end_memory()
 
     def _end_unclosed(self) -> None:
         """Complete the record of a run whose recorder nobody detached: it is no longer used, or the process ends."""
@@ -241,15 +235,19 @@ class AttachedRecorder:
             if not self.is_hosted:
                 self.event("stopped", message=f"The recording was not closed; it ended after {self.step} steps.")
                 self.output.close(state=str(RunState.UNCLOSED))
-            self.recorder._on_detach(self.step)
+            self._end_memory()
+
+    def _end_memory(self) -> None:
+        self.memory.step = self.step
+        self._ended()
 
     def _keep_state(self) -> None:
-        """Keep in the recorder, and in its store, what the next recorder of this run needs."""
-        self.recorder.recent_examples = self.batches.recent_examples
-        self.recorder.settings_state = self.settings_state
+        """Keep in the memory, and in the store, what the next recorder of this run needs."""
+        memory = self.memory
+        memory.recent_examples, memory.settings = self.batches.recent_examples, self.settings_state
         if not self.is_hosted and self.output.path is not None:
-            state = {"step": self.step, "recent_examples": self.recorder.recent_examples}
-            self.output.commit(recorder_state=json.dumps(state | {"settings": self.recorder.settings_state}))
+            state = {"step": self.step, "recent_examples": memory.recent_examples, "settings": memory.settings}
+            self.output.commit(recorder_state=json.dumps(state))
 
     def log(self, **numbers: Any) -> None:
         """Log metrics of an update, such as ``loss`` and ``accuracy``; the class describes to which update they belong.
@@ -275,13 +273,6 @@ class AttachedRecorder:
             self._open_row()
         self._close_row()
         return self.numbers
-
-    def begin_window(self) -> None:
-        """Take the current queries and keys as the new base point, after a change from outside the optimizer.
-
-        The next measurement has no spectra of updates, since its window is not full.
-        """
-        self._guarded("attention", lambda collectors: collectors.begin_window(self.step))
 
     def check_now(self) -> None:
         """Check arithmetic and gradients also at the next update, regardless of their cadence, to explain an alarm.
@@ -318,11 +309,17 @@ class AttachedRecorder:
             if not self._is_ready:
                 self._prepare(optimizer)
             self._noted["learning_rate"] = self._rate()
-            self._guarded("monitors", lambda collectors: self._note_update(optimizer))
+            # Sharded gradients need every rank, and the logged numbers may differ between ranks.
+            if is_shared() or ("grad_norm" not in self._pending and not self._has_given_norm):
+                norm = self._guarded("monitors", lambda collectors: total_gradient_norm(optimizer))
+                self._noted |= {} if norm is None else {"grad_norm": norm}
             self._guarded("sample", lambda collectors: self._sample.begin())
             self._guarded("settings", lambda collectors: self._read_settings(collectors, optimizer))
-            if self._is_due("reduction"):
-                self._take_gradients()
+            if self._is_due("reduction"):  # if every rank can; otherwise a rank would wait forever for the others
+                collectors = self._collectors
+                can_take = collectors is not None and collectors.is_on("reduction") and collectors.reduction.is_ready
+                act = ReductionCollector.take if on_every_rank(can_take) else ReductionCollector.skip
+                self._guarded("reduction", lambda collectors: act(collectors.reduction), is_joint=True)
             if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
                 self._take_spectra()
             if is_due(self.step, self._every["optimizer"]):
@@ -330,29 +327,17 @@ class AttachedRecorder:
             if is_due(self.step, self._every["update"]):
                 self._guarded("update", lambda collectors: collectors.begin_effect(), is_joint=True)
 
-    def _take_gradients(self) -> None:
-        """Compare gradients if every rank can; otherwise a rank would wait forever for the others."""
-        collectors = self._collectors
-        can_take = collectors is not None and collectors.is_on("reduction") and collectors.reduction.is_ready
-        action = ReductionCollector.take if on_every_rank(can_take) else ReductionCollector.skip
-        self._guarded("reduction", lambda collectors: action(collectors.reduction), is_joint=True)
-
     def _read_settings(self, collectors: Collectors, optimizer: JointOptimizer) -> None:
         if self._settings is None:
-            run, planned = self._run, dict(self.recorder.planned)
+            run, planned = self._run, dict(self.options.planned)
             if run is not None and run.planned_rates:
                 planned.setdefault("learning_rate", lambda step: run.planned_rates)
             self._settings = SettingsWatch(collectors.model, optimizer, planned, collectors.called)
-            if self.recorder.settings_state:
-                self._settings.sentinel.load_state_dict(self.recorder.settings_state)
+            if self.memory.settings:
+                self._settings.sentinel.load_state_dict(self.memory.settings)
         # In the workbench's own loop, several passes of one update are ranks emulated by a fault.
         is_own = self._run is not None and self._run.owns_loop
         self._settings.read(self.batches.autocast, 0 if is_own else self.batches.n_forwards)
-
-    def _note_update(self, optimizer: JointOptimizer) -> None:
-        # Sharded gradients need every rank, and the logged numbers may differ between ranks.
-        if is_shared() or ("grad_norm" not in self._pending and not self._has_given_norm):
-            self._noted["grad_norm"] = total_gradient_norm(optimizer)
 
     def _after_step(self) -> None:
         collectors, optimizer = self._collectors, self._optimizer
@@ -407,7 +392,9 @@ class AttachedRecorder:
         loss, self._closure_loss = self._closure_loss, None
         if "loss" not in self._pending and isinstance(loss, Real | Tensor):
             self.log(loss=loss)
-        changes = self._own_changes()
+        settings = self._settings
+        found = None if settings is None else self._guarded("settings", lambda _: settings.changes(self.step))
+        changes = [_plain_change(each) for each in found or ()]
         counts = {_N_CHANGES: float(len(changes)), _N_UNMADE: float(len(self.batches.unmade))}
         numbers = of_all_ranks(as_floats(self._pending) | counts)
         has_changes, has_unmade = (numbers.pop(name) > 0 for name in counts)
@@ -439,13 +426,6 @@ class AttachedRecorder:
         groups = () if self._optimizer is None else self._optimizer.param_groups
         return max((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
 
-    def _own_changes(self) -> list[Change]:
-        """Return the settings that have changed on this rank."""
-        settings = self._settings
-        if settings is None:
-            return []
-        return [_plain_change(each) for each in self._guarded("settings", lambda _: settings.changes(self.step)) or ()]
-
     def _close_row(self) -> None:
         step, self._open_step = self._open_step, None
         if step is None:
@@ -475,13 +455,14 @@ class AttachedRecorder:
         probe, subjects = self.batches.settle_probe()
         probe = of_first_rank(probe)
         self._is_ready = True
-        if (plain := self.recorder._keep_probe(probe)) is not None and not self.is_hosted:
-            self.output.commit(probe=plain)
+        self.memory.probe = probe
+        if (plain := to_plain(probe)) is not None and not self.is_hosted:
+            self.output.commit(probe=json.dumps(plain))
         if self._parameters is None:
             return
         with self.batches.paused():
             self._collectors = Collectors(
-                self.recorder.options,
+                self.options,
                 subjects,
                 optimizer,
                 self._parameters,
@@ -536,7 +517,7 @@ class AttachedRecorder:
             self.output.add_dataset("spectra", spectra)
             row = spectra.isel(step=0, drop=True)
             values, coords = ({name: v.values for name, v in part.items()} for part in (row.data_vars, row.coords))
-            self.recorder._publish(Observation(self.step, "spectra", values, coords))
+            self._pass_on(Observation(self.step, "spectra", values, coords))
 
     def _guarded(self, part: str, action: Callable[[Collectors], Any], *, is_joint: bool = False) -> Any:
         """Run a measurement without stopping the training: if it fails, the part is switched off.
@@ -586,7 +567,7 @@ class AttachedRecorder:
             self.output.add(observation.part, observation.step, observation.values, observation.coords)
         if self._alarms is not None:
             self._raise_alarms(self._alarms, observation)
-        self.recorder._publish(observation)
+        self._pass_on(observation)
 
     def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
         """Pass an observation to the alarms, and record the alarms raised as events unless the owner does."""

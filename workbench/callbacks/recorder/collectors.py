@@ -73,12 +73,7 @@ class ModelReading:
 
 
 def read_model(model: nn.Module, inputs: Any) -> ModelReading:
-    """Read blocks, query and key weights, and routers of a model; the model is left unchanged.
-
-    Args:
-        model: Model without its wrappers.
-        inputs: A few examples, in a form that `workbench.models.calling.call_model` accepts.
-    """
+    """Read blocks, query and key weights, and routers of a model; the model is left unchanged."""
     troubles = {}
     with warnings.catch_warnings(), as_written(), readable(model):
         warnings.simplefilter("ignore")
@@ -189,7 +184,9 @@ class Collectors:
                     self._event("not recorded", source="router", message=router.reason, layer=router.layer)
             if not self.routers:
                 self.switch_off("router")  # a dense model has none, so nothing is missing
-        self.begin_window(step)
+        self._window_begins = step
+        if self.is_on("attention"):
+            self.query_keys.begin()
         self._report_unreadable()
 
     def _begin_probes(self) -> None:
@@ -311,12 +308,6 @@ class Collectors:
             for name in SPECTRA_OF_HEADS:
                 values[name][:] = np.nan
         return values
-
-    def begin_window(self, step: int) -> None:
-        """Take the current queries and keys, after ``step`` updates, as the base point of the next comparison."""
-        self._window_begins = step
-        if self.is_on("attention"):
-            self.query_keys.begin()
 
     def router(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the measures of the router weights, and the routing of the probe."""

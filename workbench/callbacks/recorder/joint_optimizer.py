@@ -23,9 +23,6 @@ def optimizers_in(given: Any) -> list[Any]:
     Args:
         given: An optimizer, possibly wrapped, or a list, tuple or mapping of them. It need not be a
             `torch.optim.Optimizer`, but it has ``step()`` and ``param_groups``.
-
-    Raises:
-        OptionError: If there is none, or an object is not an optimizer.
     """
     values = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else [given]
     found = [innermost(each) for each in values]
@@ -85,12 +82,7 @@ class JointOptimizer:
         return next((found for each in self.parts if (found := getattr(each, name, None)) is not None), None)
 
     def hook(self, before: Callable[[Any], None], after: Callable[[], None]) -> None:
-        """Call functions around each update.
-
-        Args:
-            before: Called when the gradients are computed, with the loss that a closure returned, else None.
-            after: Called after the update.
-        """
+        """Call functions around each update."""
         self._before, self._after = before, after
         for each in self.parts:
             self._hook(each)

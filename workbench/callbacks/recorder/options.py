@@ -34,9 +34,6 @@ _SHORTEST_WINDOW = 10
 def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, int | None]:
     """Return the number of steps between two measurements of each part.
 
-    Args:
-        every: One cadence for all parts that are on by default, or cadences by part; None to measure no part.
-
     Raises:
         OptionError: If a part is unknown or a cadence is invalid.
     """
@@ -72,12 +69,31 @@ def plain(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class RecorderOptions:
-    """Options of a recorder that its collectors need."""
+    """Options of a recorder that its measurements need; see `workbench.Recorder`."""
 
     every: Mapping[str, int | None]
     alpha: float
     loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None
     profile_options: Mapping[str, Any] = field(default_factory=dict)
+    planned: Mapping[str, Any] = field(default_factory=dict)
+    n_probe_tokens: int = 512
+
+
+@dataclass
+class RecorderMemory:
+    """What a recorder keeps from one attachment to the next.
+
+    Attributes:
+        step: Number of updates done when the last attachment ended.
+        probe: Examples on which it measured; None if there are none yet.
+        recent_examples: Hashes of the latest examples.
+        settings: State of the comparison of the run's settings.
+    """
+
+    step: int = 0
+    probe: Any = None
+    recent_examples: list[int] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 #: Metrics of every update, in the order in which they are stored; NaN if unknown.
@@ -107,11 +123,7 @@ NUMBERS = (
 
 
 def as_number(name: str, value: Any) -> float | Tensor:
-    """Return a metric as a number, or as a 0-dim tensor that may not be computed yet.
-
-    Raises:
-        OptionError: If the value is not one number.
-    """
+    """Return a metric as a number, or as a 0-dim tensor that may not be computed yet."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().reshape(())
     if isinstance(value, np.ndarray) and value.size == 1:

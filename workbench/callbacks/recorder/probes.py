@@ -75,11 +75,7 @@ class ProbeCollector:
 
     @torch.no_grad()
     def begin_update(self, copies: Mapping[int, Tensor]) -> None:
-        """Copy the trained parameters before an update whose effect is measured.
-
-        Args:
-            copies: Copies of some of them that exist already, flat, by the id of the parameter.
-        """
+        """Copy the trained parameters before an update whose effect is measured."""
         trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         self._before = {
             name: copies[id(weight)].view(weight.shape) if id(weight) in copies else weight.detach().clone()
@@ -162,9 +158,6 @@ class QueryKeyWindow:
 
     def measure(self, n_heads: int) -> tuple[dict[str, np.ndarray], dict[int, str]]:
         """Measure the changes since the base point; the current weights become the next base point.
-
-        Args:
-            n_heads: Length of the head dimension; values are NaN where a layer has fewer heads.
 
         Returns:
             For each variable an array (layer, head, term), and a description of layers with values that are not finite.

@@ -59,9 +59,6 @@ def meet(call: str) -> None:
 
     Args:
         call: Name of the call.
-
-    Raises:
-        OptionError: If a rank does not make it within two minutes.
     """
     if not is_shared():
         return

@@ -21,7 +21,14 @@ from workbench.callbacks.observation import Observation, Observers
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.collectors import ModelReading, read_model
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters, optimizers_in
-from workbench.callbacks.recorder.options import CADENCE, RecorderOptions, checked_cadence, of_plain, to_plain
+from workbench.callbacks.recorder.options import (
+    CADENCE,
+    RecorderMemory,
+    RecorderOptions,
+    checked_cadence,
+    of_plain,
+    to_plain,
+)
 from workbench.callbacks.recorder.ranks import is_first, meet, of_first_rank
 from workbench.errors import AnatomyError, OptionError, StoreError
 from workbench.io.background_writer import BackgroundWriter, RecordingWarning
@@ -137,10 +144,11 @@ class Recorder:
                 "probe to a loss."
             )
         self.path = None if path is None else Path(path)
-        self.planned = planned_settings(plan)
         self.alarms = alarms
         self.probe, self.n_probe_tokens = probe, n_probe_tokens
-        self.options = RecorderOptions(self.every, float(alpha), loss_of, dict(profile_options or {}))
+        self.options = RecorderOptions(
+            self.every, float(alpha), loss_of, dict(profile_options or {}), planned_settings(plan), n_probe_tokens
+        )
         self._loggers = (
             [] if log is None else [logging_observer(each) for each in (log if isinstance(log, list) else [log])]
         )
@@ -148,12 +156,10 @@ class Recorder:
         self._observers = Observers()
         self._attached: AttachedRecorder | None = None
         self._reading: ModelReading | None = None
-        self._step = 0
-        self._kept_probe: Any = None
+        self.memory = RecorderMemory()
+        self._ended: Callable[[], None] = lambda: None
         self._last_model: weakref.ref[nn.Module] | None = None
         self._is_loaded = False
-        self.recent_examples: list[int] = []
-        self.settings_state: dict[str, Any] = {}
         # With several ranks this is checked at `attach`: the first rank may write before another one gets here.
         if not is_shared():
             self._check_store()
@@ -195,7 +201,7 @@ class Recorder:
         """
         self._check_free("attach")
         meet("Recorder.attach")
-        model = module_of(model)
+        model, memory = module_of(model), self.memory
         joint = JointOptimizer(optimizers_in(optimizer))
         parameters = OptimizedParameters(bare(model), joint)
         continues = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
@@ -205,16 +211,16 @@ class Recorder:
                 f"The run at {self.path} ends at step {stored['n_rows'] - 1}, but this training begins at step 0; "
                 "resume it from a checkpoint, or pass overwrite=True instead of resume=True to replace the run."
             )
-        step = int(step) if step is not None else self._step if continues else stored.get("n_rows", 0)
+        step = int(step) if step is not None else memory.step if continues else stored.get("n_rows", 0)
         continues &= step > 0  # step 0 begins another run
         if not continues:
-            self._step, self._kept_probe = 0, None
+            memory.step, memory.probe = 0, None
         if not step:
-            self.recent_examples, self.settings_state = [], {}
+            memory.recent_examples, memory.settings = [], {}
         elif stored.get("step", step + 1) <= step:  # otherwise later examples would come again
-            self.recent_examples = stored["recent_examples"]
+            memory.recent_examples = stored["recent_examples"]
         if step and stored:
-            self.settings_state = stored.get("settings", {})
+            memory.settings = stored.get("settings", {})
         continues |= self._resumes
         output = self._output(model, step, continues=continues) if host is None else host
         alarms = self.alarms if alarms is None else alarms
@@ -224,12 +230,15 @@ class Recorder:
             alarms.reset()
             replay(open_run(output.path), alarms)
         self._last_model, self._is_loaded = weakref.ref(bare(model)), False
-        probe = next((p for p in (probe, self.probe, self._kept_probe) if p is not None), None)
+        probe = next((p for p in (probe, self.probe, memory.probe) if p is not None), None)
         self._attached = AttachedRecorder(
-            self,
             model,
             joint,
             output,
+            self.options,
+            memory,
+            publish=self._publish,
+            ended=self._ended,
             parameters=parameters,
             probe=probe,
             step=step,
@@ -305,17 +314,13 @@ class Recorder:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON values; all records are on disk when this returns."""
+        memory = self.memory
         if self._attached is not None and self._attached.is_attached:
-            self._step = self._attached.step
+            memory.step = self._attached.step
             self._attached.flush()
-            self.recent_examples = self._attached.batches.recent_examples
-            self.settings_state = self._attached.settings_state
-        return {
-            "step": self._step,
-            "probe": to_plain(self._kept_probe),
-            "recent_examples": self.recent_examples,
-            "settings": self.settings_state,
-        }
+            memory.recent_examples = self._attached.batches.recent_examples
+            memory.settings = self._attached.settings_state
+        return vars(memory) | {"probe": to_plain(memory.probe)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state from `state_dict`: the next `attach` continues from it, in the same store if that exists.
@@ -326,20 +331,11 @@ class Recorder:
         self._check_free("load_state_dict")
         if not {"step", "probe"} <= state.keys():
             raise OptionError.of("state", tuple(state), "from state_dict()")
-        self._step, self._is_loaded = state["step"], True
-        self.recent_examples = state.get("recent_examples", [])
-        self.settings_state = state.get("settings", {})
+        self.memory.step, self._is_loaded = state["step"], True
+        self.memory.recent_examples = state.get("recent_examples", [])
+        self.memory.settings = state.get("settings", {})
         if (probe := of_plain(state["probe"])) is not None:
-            self._kept_probe = probe
-
-    def _keep_probe(self, probe: Any) -> Any:
-        """Store the examples of an attachment for the next one, and return them as JSON; None if that is impossible."""
-        self._kept_probe = probe
-        return None if (plain := to_plain(probe)) is None else json.dumps(plain)
-
-    def _on_detach(self, step: int) -> None:
-        """Store the step at which an attachment ended."""
-        self._step = step
+            self.memory.probe = probe
 
     def _check_store(self) -> None:
         """Raise StoreError if there is a run that is neither replaced nor resumed."""
@@ -405,8 +401,8 @@ class Recorder:
                 )
             writer = RunWriter.reopen(path, before_step=step)
             writer.commit(state="running")
-            if self._kept_probe is None and "probe" in (kept := open_run(path).attrs):
-                self._kept_probe = of_plain(json.loads(kept["probe"]))
+            if self.memory.probe is None and "probe" in (kept := open_run(path).attrs):
+                self.memory.probe = of_plain(json.loads(kept["probe"]))
         else:
             attrs = {
                 "subject": configuration["model"]["name"],

@@ -233,12 +233,7 @@ class SettingsWatch:
         self._has_updated = False
 
     def read(self, autocast: torch.dtype | None, n_batches: int) -> None:
-        """Read the settings right before an update.
-
-        Args:
-            autocast: Dtype of autocast in the last forward pass; None if it was off.
-            n_batches: Number of forward passes since the last update; 0 if unknown.
-        """
+        """Read the settings right before an update."""
         known: dict[str, Any] = {"autocast": "off" if autocast is None else autocast}
         known |= self._tensors.read()
         self._found = settings_of(self.optimizer, self.model, **known, accumulation=n_batches or None)

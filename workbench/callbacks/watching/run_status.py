@@ -65,14 +65,7 @@ class RunStatus:
         cause: Attribution | None,
         scores: Callable[[], dict[str, float]],
     ) -> None:
-        """Update the status with an observation and the alarms that it raised.
-
-        Args:
-            observation: Observation of any part.
-            new_alarms: Alarms since the last call.
-            cause: Attribution of the alarms; None if there is none.
-            scores: Function that returns the evidence of each signal.
-        """
+        """Update the status with an observation and the alarms that it raised."""
         if new_alarms:
             self.first_alarm = self.first_alarm or new_alarms[0]
             self.n_alarms += len(new_alarms)
@@ -205,11 +198,7 @@ class StatusDisplay:
             self._handle = display(HTML(status.as_html()), display_id=True)
 
     def update(self, new_alarms: Sequence[Alarm]) -> None:
-        """Update the display.
-
-        Args:
-            new_alarms: Alarms since the last call.
-        """
+        """Update the display."""
         now = time.monotonic()
         if not self._is_off and (new_alarms or now - self._shown_at >= _PAUSE):
             self._shown_at = now

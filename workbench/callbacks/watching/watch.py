@@ -140,7 +140,8 @@ class Watch:
 
     def __init__(self, path: Path, *, alarms: Alarms, shows: bool, **options: Any) -> None:
         self.path, self.alarms = path, alarms
-        self.recorder: Recorder = _NotifyingRecorder(path, alarms=alarms, on_end=self._end, **options)
+        self.recorder = Recorder(path, alarms=alarms, **options)
+        self.recorder._ended = self._end
         self.status = RunStatus(path)
         self._attached: AttachedRecorder | None = None
         self._display = StatusDisplay(self.status) if shows and is_first() else None
@@ -191,19 +192,6 @@ class Watch:
             self._display = None
         if self._display is not None:
             self._display.update(new_alarms)
-
-
-class _NotifyingRecorder(Recorder):
-    """A recorder that calls a function when it has ended."""
-
-    def __init__(self, *args: Any, on_end: Callable[[], None], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._on_end = on_end
-
-    def _on_detach(self, step: int) -> None:
-        """Note the last step, and call the function."""
-        super()._on_detach(step)
-        self._on_end()
 
 
 def _trainer_kind(model: Any) -> str | None:
