@@ -5,14 +5,12 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.about import about, says
 from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
 from tests.callbacks.test_kss_loops import gpt2, llama
 from tests.callbacks.test_recorder import dense, events_of, of_part, recorder_with, task  # noqa: F401
 from tests.callbacks.test_recorder_loops import assert_same
 from tests.callbacks.test_recorder_store import same_rows
 from tests.small_training import same_weights
-from workbench.errors import MissingPackageError, OptionError
 
 pytestmark = [pytest.mark.framework, pytest.mark.usefixtures("quiet")]
 
@@ -77,11 +75,6 @@ class TestHuggingFace:
         trainer(model, tmp_path, wb.trainer_callback(recorder), max_steps=2).train()
         assert all(np.isnan(o.values["loss"]) for o in recorder.heard)
 
-    def test_a_second_callback_is_rejected(self, tmp_path):
-        callbacks = [wb.trainer_callback(recorder_with()) for _ in range(2)]
-        with pytest.raises(OptionError, check=says("A Trainer takes one callback of the workbench, got")):
-            trainer(gpt2(), tmp_path, *callbacks).train()
-
 
 class TestLightning:
     def test_it_observes_the_same_as_in_a_custom_loop(self, lightning, task):  # noqa: F811
@@ -130,15 +123,3 @@ class TestLightning:
         assert wb.open_run(tmp_path / "run.zarr").attrs["state"] == "stopped"
         assert events_of(tmp_path / "run.zarr")[-1]["kind"] == "stopped"
         assert not module._forward_pre_hooks
-
-    def test_several_optimizers_are_rejected(self, lightning, task):  # noqa: F811
-        module = lightning_module(lightning, gpt2(), optimizers=2)
-        module.automatic_optimization = False
-        with pytest.raises(OptionError, check=says("or steps them itself; attach by kss.attach(model,")):
-            fit(lightning, module, wb.lightning_callback(recorder_with()), task=task)
-
-    def test_without_lightning(self, monkeypatch):
-        monkeypatch.setitem(__import__("sys").modules, "lightning.pytorch", None)
-        monkeypatch.setitem(__import__("sys").modules, "pytorch_lightning", None)
-        with pytest.raises(MissingPackageError, check=about("lightning")):
-            wb.lightning_callback(recorder_with())
