@@ -352,10 +352,8 @@ def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Grad
         first = next((gradient for gradient in of_ranks if gradient is not None), None)
         if first is not None:
             templates[i] = first
-    flat = [
-        torch.cat([(torch.zeros_like(like) if rank[i] is None else rank[i]).flatten() for i, like in templates.items()])
-        for rank in ranks
-    ]
+    given = [[(rank[i], like) for i, like in templates.items()] for rank in ranks]
+    flat = [torch.cat([(torch.zeros_like(like) if g is None else g).flatten() for g, like in of]) for of in given]
     total = torch.stack(flat).sum(0) if reduced is None else ring_sum(flat, reduced)
     parts = (total / len(ranks)).split([template.numel() for template in templates.values()])
     mean: Gradients = [None] * len(ranks[0])

@@ -393,8 +393,8 @@ class AttachedRecorder:
         if "loss" not in self._pending and isinstance(loss, Real | Tensor):
             self.log(loss=loss)
         settings = self._settings
-        found = None if settings is None else self._guarded("settings", lambda _: settings.changes(self.step))
-        changes = [_plain_change(each) for each in found or ()]
+        changed = None if settings is None else self._guarded("settings", lambda _: settings.changes(self.step))
+        changes = [_plain_change(each) for each in changed or ()]
         counts = {_N_CHANGES: float(len(changes)), _N_UNMADE: float(len(self.batches.unmade))}
         numbers = of_all_ranks(as_floats(self._pending) | counts)
         has_changes, has_unmade = (numbers.pop(name) > 0 for name in counts)
