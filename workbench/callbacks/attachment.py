@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from workbench.errors import OptionError, StoreError
 from workbench.models.wrapping import innermost
 from workbench.training.callback import Callback, CallbackGroup, TrainingRun
-from workbench.training.configuration import first_difference
+from workbench.training.recording import first_difference
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

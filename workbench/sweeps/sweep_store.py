@@ -241,6 +241,6 @@ def _check_design(path: Path, runs: Sequence[RunSettings]) -> None:
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, Any, Any]:
     """Return name, old and new value of the first setting that differs."""
-    from workbench.training.configuration import first_difference
+    from workbench.training.recording import first_difference
 
     return first_difference(old, new) or ("settings", old, new)

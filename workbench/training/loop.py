@@ -31,12 +31,13 @@ from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream
 from workbench.training.callback import Callback, CallbackGroup, PassFunction, PassResult, TrainingRun
 from workbench.training.checkpoints import TrainingState, damaged, read_checkpoint, write_checkpoint
-from workbench.training.configuration import describe_run, first_difference
 from workbench.training.recording import (
     Recording,
     SpectraTaker,
     check_checkpoint_folder,
     check_places,
+    describe_run,
+    first_difference,
     open_writer,
     recorded_configuration,
 )

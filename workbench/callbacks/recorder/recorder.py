@@ -42,8 +42,7 @@ from workbench.monitors.scalars import SpikeScore
 from workbench.option_checks import PositiveFloat, PositiveInt, checked
 from workbench.schema.events import Event
 from workbench.schema.runs import PARTS
-from workbench.training.configuration import describe_model, first_difference
-from workbench.training.recording import recorded_configuration
+from workbench.training.recording import describe_model, first_difference, recorded_configuration
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
