@@ -48,7 +48,7 @@ def elements(panel, kind):
 
 
 def alarms_in(panel):
-    return [item for item in elements(panel, "Scatter") if "message" in item.dimensions(label=True)]
+    return [item for item in elements(panel, "Points") if "message" in item.dimensions(label=True)]
 
 
 def test_events_are_read_with_and_without_layer_and_head(pair):
@@ -133,7 +133,7 @@ def test_an_alarm_is_assigned_to_its_signal():
 def test_the_first_panel_shows_the_events(pair):
     lane = next(iter(timeline(pair, signals="loss")))
     (box,) = elements(lane, "Rectangles")
-    assert (box["step"].tolist(), box["stop"].tolist(), box["fault"].tolist()) == (
+    assert (box["step"].tolist(), box["step to"].tolist(), box["fault"].tolist()) == (
         [80],
         [300 - 1],
         ["low precision attention"],
@@ -142,12 +142,12 @@ def test_the_first_panel_shows_the_events(pair):
     assert mechanism["step"].tolist() == [120]
     assert mechanism["what"].tolist() == ["alarm effective_rank D2, layer 1, head 2"]
     assert established["step"].tolist() == [190, 245]
-    (words,) = elements(lane, "Labels")
-    assert words["text"].tolist() == ["effective_rank D2, 70 steps before grad_norm"]
+    head, words = elements(lane, "Labels")
+    assert (head["text"].tolist(), words["text"].tolist()) == (["▶"], ["effective_rank D2, 70 steps before grad_norm"])
     ends = [element for element in elements(lane, "Segments") if len(element) == 2]
     assert ends[0]["step"].tolist() == [120, 120]
-    assert ends[0]["stop"].tolist() == [190, 120]
-    cross = [item for item in elements(lane, "Scatter") if item["step"].tolist() == [299]]
+    assert ends[0]["step to"].tolist() == [190, 120]
+    cross = [item for item in elements(lane, "Points") if item["step"].tolist() == [299]]
     assert len(cross) == 1
 
 
@@ -163,8 +163,7 @@ def test_alarms_are_on_the_line_of_their_signal(pair):
     np.testing.assert_array_equal(
         lines["control"]["value"], pair["control"]["attention"]["effective_rank"].sel(term="D2").min(["layer", "head"])
     )
-    vertical = [curve["step"].tolist() for curve in elements(entropy, "Curve") if len(curve["step"]) == 2]
-    assert vertical == [[120, 120], [190, 190]]
+    assert [rule["step"].tolist() for rule in elements(entropy, "Segments")] == [[120], [190]]
 
 
 @pytest.mark.slow
@@ -197,13 +196,13 @@ def test_the_healthy_band_is_that_of_runs_or_of_the_first_steps(pair):
     values = np.concatenate(
         [run["attention"]["effective_rank"].sel(term="D2").min(["layer", "head"]).values for run in healthy.values()]
     )
-    assert (band["lower"] < band["upper"]).all()
-    assert abs(np.median(band["lower"]) - np.quantile(values, 0.1)) < 0.1
+    assert (band["low"] < band["high"]).all()
+    assert abs(np.median(band["low"]) - np.quantile(values, 0.1)) < 0.1
     assert band["step"][0] == 0
     _, panel = timeline(pair, signals="loss", healthy=50, band=(0.0, 1.0))
     bands = elements(panel, "Area")
     first = pair["faulted"]["monitors"]["loss"].values[:50]
-    np.testing.assert_allclose([bands[1]["lower"][0], bands[1]["upper"][0]], [first.min(), first.max()])
+    np.testing.assert_allclose([bands[1]["low"][0], bands[1]["high"][0]], [first.min(), first.max()])
     assert elements(list(timeline(pair))[1], "Area") == []
 
 
@@ -342,7 +341,7 @@ def test_evidence_and_probes_are_in_the_figure():
     (found,) = [marks for marks in alarms_in(lane) if "probe arithmetic" in marks["what"].tolist()]
     assert found["step"].tolist() == list(range(109, 400, 10))
     assert "5,000 times what rounding explains" in found["message"][0]
-    sound = [item["step"].tolist() for item in elements(lane, "Scatter") if 9 in item["step"]]
+    sound = [item["step"].tolist() for item in elements(lane, "Points") if 9 in item["step"]]
     assert sound == [list(range(9, 400, 10)), list(range(9, 100, 10))]
     notes = bokeh_plot(timeline(runs, signals="loss")).state.children[0][0].above[0].text.split("\n")
     assert notes[:2] == [

@@ -60,7 +60,9 @@ class Primitives:
         x, low, high = (np.asarray(column, float) for column in (x, low, high))
         for piece in stretches(np.isfinite(low) & np.isfinite(high)):
             columns = (x[piece], low[piece], high[piece])
-            area = self.hv.Area(columns, self.x, [self.hv.Dimension("low"), self.hv.Dimension("high")])
+            # Axes of equal dimensions are linked, so that the edges have the name of this panel's axis.
+            edges = [self.hv.Dimension(edge, label=f"{edge} {self.y.label}") for edge in ("low", "high")]
+            area = self.hv.Area(columns, self.x, edges)
             self._add(area, **self._fill(color, alpha))
 
     def bars(
@@ -199,7 +201,7 @@ class Primitives:
         self,
         *,
         title: str,
-        note: Sequence[str] = (),
+        note: str | Sequence[str] = (),
         view: tuple[tuple[float, float], tuple[float, float]],
         size: tuple[int, int],
         names: tuple[str, str],
@@ -211,12 +213,13 @@ class Primitives:
         bare: tuple[bool, bool] = (False, False),
         bounds: tuple[float, float] | None = None,
         at: tuple[int, int] = (0, 0),
+        hooks: Sequence[Callable[..., None]] = (),
     ) -> Any:
         """Return everything drawn so far as a holoviews Overlay with options for this backend only.
 
         Args:
             title: Title above the frame.
-            note: Phrases for the small lines under the title, wrapped at the width of the frame.
+            note: The small lines under the title, or phrases for them, wrapped at the width of the frame.
             view: Ranges of the axes: x, then y, as in the pairs below.
             size: Size of the frame in pixels of bokeh.
             names: Labels of the axes.
@@ -228,19 +231,17 @@ class Primitives:
             bare: Whether the axis has neither label nor numbers.
             bounds: Ends of the horizontal axis line; None selects the full frame.
             at: Left and lower edge of the frame on a matplotlib figure, in the same pixels; bokeh ignores it.
+            hooks: Further holoviews hooks for bokeh.
         """
-        note = flowed(note, n_characters=size[0] // _PIXELS_A_LETTER)
+        note = note if isinstance(note, str) else flowed(note, n_characters=size[0] // _PIXELS_A_LETTER)
         ticks = tuple(_worded(at, form) for at, form in zip(ticks, formats, strict=True))
         styling: dict[str, Any] = {"xlim": view[0], "ylim": view[1], "xlabel": names[0], "ylabel": names[1]}
         styling |= {"logx": is_log[0], "logy": is_log[1], "backend": self.backend}
         styling |= {key: at for key, at in zip(("xticks", "yticks"), ticks, strict=True) if at is not None}
         overlay = self.hv.Overlay(self.parts)
         if self.is_bokeh:
-            hooks = [
-                style.dress_bokeh,
-                style.bare_bokeh((not bare[0], not bare[1])),
-                axes_bokeh(formats, is_log),
-            ]
+            of_frame = [style.bare_bokeh((not bare[0], not bare[1])), axes_bokeh(formats, is_log)]
+            hooks = [style.dress_bokeh, *of_frame, *hooks]
             hooks += [frame_bokeh(grid, bounds)] + ([style.note_bokeh(note)] if note else [])
             styling |= {"title": title, "frame_width": size[0], "frame_height": size[1], "show_grid": grid}
             styling |= {"show_legend": legend, "default_tools": [], "active_tools": [], "hooks": hooks}
@@ -416,7 +417,7 @@ def head_matplotlib(title: str, note: str) -> Callable[..., None]:
 
     def hook(plot: Any, element: Any) -> None:
         style.title_matplotlib(title, note=note)(plot, element)
-        pad = 8 + 13 * (note.count("\n") + 1 if note else 0)  # some symbols in the notes are taller than letters
+        pad = 9 + 11.5 * (note.count("\n") + 1 if note else 0)  # some symbols in the notes are taller than letters
         styling = {"fontsize": style.TITLE_SIZE, "fontweight": "bold", "color": style.INK}
         plot.handles["axis"].set_title(title, loc="left", pad=pad, **styling)
 
