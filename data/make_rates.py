@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import xarray as xr
-from make_sweep import write
+from make_sweep import join, write
 from rate_designs import FAMILIES, N_STEPS, SEED_OF_SETUPS, Design, designs
 
 import workbench as wb
@@ -174,7 +174,7 @@ class Record:
 
     def known(self, of: str, *stages: str) -> xr.Dataset:
         """Return the runs of the given stages of a set."""
-        return wb.sweeps.join([self.stages[of, stage] for stage in stages if (of, stage) in self.stages])
+        return join([self.stages[of, stage] for stage in stages if (of, stage) in self.stages])
 
     def _write(self) -> None:
         about = {
@@ -185,7 +185,7 @@ class Record:
         }
         parts = list(self.stages.values())
         versions = dict.fromkeys(one for part in parts for one in part.attrs["versions"].split("; "))
-        write(wb.sweeps.join(parts), self.file, about, parts[-1].attrs | {"versions": "; ".join(versions)})
+        write(join(parts), self.file, about, parts[-1].attrs | {"versions": "; ".join(versions)})
 
 
 def make(record: Record, of: str, last: str) -> None:

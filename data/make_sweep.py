@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ import xarray as xr
 
 import workbench as wb
 from workbench.io.atomic import replacing
+from workbench.schema.sweeps import SETTINGS
 
 N_STEPS = 120
 VOCABULARY, LENGTH = 64, 16
@@ -193,7 +195,15 @@ def collect(sweeps: list[xr.Dataset], file: Path, minutes: float) -> None:
     """Write all studies to one file, with its origin."""
     seeds = {"norms": NORM_SEEDS, "scales": SCALE_SEEDS, **SEEDS}
     about = {"call": "python data/make_sweep.py", "n_steps": N_STEPS, "seeds": json.dumps(seeds)}
-    write(wb.sweeps.join(sweeps), file, about | {"minutes": round(minutes, 1)}, sweeps[0].attrs)
+    write(join(sweeps), file, about | {"minutes": round(minutes, 1)}, sweeps[0].attrs)
+
+
+def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
+    """Join several sweeps into one, in the order given; missing layers and modes are NaN."""
+    dims = dict.fromkeys(dim for part in sweeps for dim in part.dims if dim != "run")
+    extents = {dim: max(part.sizes.get(dim, 0) for part in sweeps) for dim in dims}
+    padded = [part.pad({d: (0, n - part.sizes[d]) for d, n in extents.items() if d in part.dims}) for part in sweeps]
+    return xr.concat(padded, "run", combine_attrs="drop_conflicts").set_coords(list(SETTINGS))
 
 
 def write(runs: xr.Dataset, file: Path, about: dict[str, Any], first: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ from tests.koopman.snapshots import snapshots
 from workbench.errors import SchemaError
 from workbench.koopman import whitened_dmd
 from workbench.schema.runs import SCHEMA_VERSION, validate_events, validate_monitors, validate_part, validate_spectra
-from workbench.schema.sweeps import require
 from workbench.schema.weights import validate_weights
 
 
@@ -63,21 +62,6 @@ def test_spectra_that_do_not_follow_the_schema_are_rejected(spectra, change, err
         (lambda data: validate_part("curvature", data), xr.Dataset(), says("assign the step of each row.")),
         (validate_events, xr.Dataset(), says("The events lack step, kind, source, score, message; add")),
         (validate_weights, xr.Dataset(), says("The dataset does not hold weight spectra: it lacks")),
-        (
-            lambda data: require(data, ["task"]),
-            xr.Dataset(coords={"run": [0]}),
-            says("The dataset is not a sweep: it lacks task; use one from"),
-        ),
-        (
-            lambda data: require(data, []),
-            xr.Dataset(),
-            says("The dataset is not a sweep: it lacks the dimension run; use"),
-        ),
-        (
-            lambda data: require(data, []),
-            xr.Dataset(coords={"run": []}),
-            says("The sweep has no runs; select at least one run."),
-        ),
     ],
 )
 def test_other_data_that_do_not_follow_the_schema_are_rejected(validate, data, error):

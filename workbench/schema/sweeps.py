@@ -5,17 +5,9 @@ A sweep without outcomes is a set of *cases*: the information available before t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from workbench.errors import SchemaError
 from workbench.schema.runs import SPECTRA, Variable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import xarray as xr
 
 SWEEP_VERSION = 1
 
@@ -145,13 +137,3 @@ def dtype_of(name: str, kind: str) -> type:
     if kind == "f" and name in SETTINGS:
         return np.float64
     return {"f": np.float32, "c": np.complex64, "i": np.int64, "b": np.bool_, "U": np.str_}[kind]
-
-
-def require(data: xr.Dataset, names: Iterable[str]) -> None:
-    """Raise if a dataset lacks variables that are needed."""
-    missing = [name for name in names if name not in data.variables]
-    if missing or "run" not in data.dims:
-        lacks = ", ".join(missing[:3]) or "the dimension run"
-        raise SchemaError(f"The dataset is not a sweep: it lacks {lacks}; use one from wb.open_sweep or wb.sweeps.run.")
-    if not data.sizes["run"]:
-        raise SchemaError("The sweep has no runs; select at least one run.")

@@ -19,8 +19,8 @@ from workbench.sweeps.case_measures import measure_case
 from workbench.sweeps.execution import make_run, run
 from workbench.sweeps.planned_runs import replan
 from workbench.sweeps.run_settings import TASKS, RunSettings, grid
-from workbench.sweeps.sweep_store import SweepStore, join
+from workbench.sweeps.sweep_store import SweepStore
 
-__all__ = ["TASKS", "RunSettings", "SweepStore", "grid", "join", "make_run", "measure_case", "replan", "run"]
+__all__ = ["TASKS", "RunSettings", "SweepStore", "grid", "make_run", "measure_case", "replan", "run"]
 
 __dir__ = publish(__name__)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from workbench.errors import SchemaError, StoreError
+from workbench.errors import StoreError
 from workbench.io.atomic import check_free, replacing
 from workbench.io.files import FileKind, as_path
 from workbench.io.provenance import versions
-from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS, SWEEP_VERSION, dtype_of, require
+from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS, SWEEP_VERSION, dtype_of
 from workbench.sweeps.run_settings import RunSettings
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
 
     See Also:
         `workbench.sweeps.run`: Executes a sweep.
-        `workbench.sweeps.join`: Joins several sweeps.
+        `workbench.rates.rate_outcomes`: Computes the outcomes of a sweep over learning rates.
     """
     import xarray as xr
 
@@ -144,36 +144,6 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
     data = data.drop_encoding()
     data.attrs = kept | {"n_missing": int((~is_done).sum())}
     return data
-
-
-def join(sweeps: Sequence[xr.Dataset]) -> xr.Dataset:
-    """Join several sweeps into one, in the order given; missing layers and modes are NaN.
-
-    Args:
-        sweeps: Sweeps from `open_sweep`; attributes in which they differ are dropped.
-
-    Raises:
-        SchemaError: If no sweep is given, or a dataset is not a sweep.
-
-    Example:
-        >>> import workbench as wb
-        >>> norms, scales = wb.samples.open("divergence_sweep", "norms"), wb.samples.open("divergence_sweep", "scales")
-        >>> wb.sweeps.join([norms, scales]).sizes["run"] == norms.sizes["run"] + scales.sizes["run"]
-        True
-
-    See Also:
-        `workbench.open_sweep`: Opens a sweep.
-    """
-    import xarray as xr
-
-    if not sweeps:
-        raise SchemaError("There is no sweep to join; pass at least one.")
-    for part in sweeps:
-        require(part, [*SETTINGS, *OUTCOMES])
-    dims = dict.fromkeys(dim for part in sweeps for dim in part.dims if dim != "run")
-    extents = {dim: max(part.sizes.get(dim, 0) for part in sweeps) for dim in dims}
-    padded = [part.pad({d: (0, n - part.sizes[d]) for d, n in extents.items() if d in part.dims}) for part in sweeps]
-    return xr.concat(padded, "run", combine_attrs="drop_conflicts").set_coords(list(SETTINGS))
 
 
 def _lay_out(path: Path, runs: Sequence[RunSettings]) -> None:
