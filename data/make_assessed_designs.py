@@ -39,8 +39,7 @@ from workbench.assessment.failure_modes import HealthyBand, band_of, evaluate_cr
 from workbench.assessment.failure_modes.criteria import RATE, SLOW_RATE, STRUCTURE
 from workbench.assessment.failure_modes.criterion import Sizes
 from workbench.assessment.measured_model import PROXY_WIDTH, measured_model, planned_task, with_few_patches
-from workbench.assessment.plan_trials import try_plan
-from workbench.assessment.rate_pilot import rate_pilot
+from workbench.assessment.plan_trials import rate_pilot, try_plan
 from workbench.assessment.structure import ALL, measure_structure
 from workbench.assessment.verdict import COLUMNS, column_state, verdict_of
 from workbench.hardware import read_plan

@@ -13,8 +13,7 @@ from tests.about import about, says
 from workbench.assessment.assess import conclude
 from workbench.assessment.design_comparison import dominated
 from workbench.assessment.failure_modes import reference
-from workbench.assessment.plan_trials import possible_changes
-from workbench.assessment.rate_pilot import rate_pilot
+from workbench.assessment.plan_trials import possible_changes, rate_pilot
 from workbench.assessment.structure import WIDTH_ERRORS
 from workbench.errors import CheckpointError, OptionError
 from workbench.reports.assessment_document import most_important
@@ -44,7 +43,7 @@ def _fixed_bands():
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workbench.assessment.failure_modes.criteria_table.healthy_bands", lambda: bands)
-        patch.setattr("workbench.assessment.rate_pilot.SECONDS", 1e9)
+        patch.setattr("workbench.assessment.plan_trials.SECONDS", 1e9)
         yield
 
 

@@ -15,8 +15,7 @@ from workbench.assessment.measured_model import (
     measured_model,
     planned_task,
 )
-from workbench.assessment.plan_trials import try_plan
-from workbench.assessment.rate_pilot import rate_pilot
+from workbench.assessment.plan_trials import rate_pilot, try_plan
 from workbench.errors import OptionError
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16}

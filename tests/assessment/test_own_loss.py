@@ -9,8 +9,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import workbench as wb
 from tests.about import about, says
-from workbench.assessment.plan_trials import try_plan
-from workbench.assessment.rate_pilot import rate_pilot
+from workbench.assessment.plan_trials import rate_pilot, try_plan
 from workbench.errors import OptionError
 
 PLAN = {

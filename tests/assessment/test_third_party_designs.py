@@ -5,8 +5,7 @@ import pytest
 import workbench as wb
 from benchmarks.third_party.every_family import build, every_kind, tiny_config
 from workbench.assessment import assess as assessing
-from workbench.assessment.plan_trials import try_plan
-from workbench.assessment.rate_pilot import rate_pilot
+from workbench.assessment.plan_trials import rate_pilot, try_plan
 from workbench.errors import WorkbenchError
 from workbench.schema.statuses import Verdict
 

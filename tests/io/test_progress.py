@@ -9,7 +9,7 @@ import time
 import pytest
 
 import workbench as wb
-from workbench.assessment.rate_pilot import rate_pilot
+from workbench.assessment.plan_trials import rate_pilot
 from workbench.errors import SnapshotError
 from workbench.io.progress import Progress
 from workbench.models.losses import token_loss

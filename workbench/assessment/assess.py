@@ -25,8 +25,15 @@ from workbench.assessment.measured_model import (
     require_loss,
     steps_in_budget,
 )
-from workbench.assessment.plan_trials import N_TRIALS, N_UPDATES, possible_changes, try_changes, try_plan
-from workbench.assessment.rate_pilot import BUDGET, rate_pilot
+from workbench.assessment.plan_trials import (
+    BUDGET,
+    N_TRIALS,
+    N_UPDATES,
+    possible_changes,
+    rate_pilot,
+    try_changes,
+    try_plan,
+)
 from workbench.assessment.structure import measure_structure, with_standard_start
 from workbench.assessment.verdict import column_state, summary_of, verdict_of
 from workbench.errors import AnatomyError
