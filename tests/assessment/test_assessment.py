@@ -12,7 +12,7 @@ import workbench as wb
 from tests.about import about, says
 from workbench.assessment.assess import conclude
 from workbench.assessment.design_comparison import dominated
-from workbench.assessment.failure_modes import reference
+from workbench.assessment.failure_modes import HealthyBand, healthy_bands
 from workbench.assessment.plan_trials import possible_changes, rate_pilot
 from workbench.assessment.structure import WIDTH_ERRORS
 from workbench.errors import CheckpointError, OptionError
@@ -38,8 +38,8 @@ WILD = {"training": {"learning_rate": 50.0, "n_steps": 300}}
 def _fixed_bands():
     """Bands for a range of sizes that does not depend on the shipped reference."""
     bands = {
-        name: reference.HealthyBand(**{**vars(band), "sizes": {"width": (24, 96), "blocks": (2, 6)}})
-        for name, band in reference.healthy_bands().items()
+        name: HealthyBand(**{**vars(band), "sizes": {"width": (24, 96), "blocks": (2, 6)}})
+        for name, band in healthy_bands().items()
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("workbench.assessment.failure_modes.criteria_table.healthy_bands", lambda: bands)
