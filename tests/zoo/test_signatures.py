@@ -39,7 +39,7 @@ def test_signatures_are_the_options_of_the_family(name):
 
 def test_the_options_have_the_types_of_the_configuration():
     of_config, own = typing.get_type_hints(ArchitectureConfig), typing.get_type_hints(ArchitectureOptions)
-    assert [*own] == [name for name in of_config if name not in ("family", "norm")]
+    assert [*own] == [name for name in of_config if name != "family"]
     for name, kind in own.items():
         assert typing.Optional[kind] == typing.Optional[of_config[name]]  # noqa: UP045
 

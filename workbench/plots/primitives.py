@@ -146,9 +146,16 @@ class Primitives:
                 columns["fill"] = np.where(is_hollow, 0.0, 1.0)
             else:  # matplotlib draws either kind by itself
                 for chosen in (~is_hollow, is_hollow):
-                    part = {"color": color, "edge": edge, "marker": marker, "size": size, "alpha": alpha}
+                    part: dict[str, Any] = {
+                        "color": color,
+                        "edge": edge,
+                        "marker": marker,
+                        "size": size,
+                        "alpha": alpha,
+                    }
                     at = np.asarray(x, float)[chosen], np.asarray(y, float)[chosen]
-                    self.dots(*at, **part, is_hollow=chosen is is_hollow, label="" if chosen is is_hollow else label)
+                    part |= {"alpha": alpha, "is_hollow": chosen is is_hollow}
+                    self.dots(*at, **part, label="" if chosen is is_hollow else label)
                 return
         data = {str(self.x): np.asarray(x, float), str(self.y): np.asarray(y, float)} | columns
         points = self.hv.Points(data, [self.x, self.y], list(columns), label=label)

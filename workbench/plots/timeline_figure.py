@@ -274,7 +274,7 @@ class Drawing:
             row, look = n - 1 - index, style.model_style(run_events.place)
             color = look["color"]
             for start, stop, name in _spans(run_events):
-                of_fault = {"columns": {"fault": [name]}, "tips": [("fault", "@fault")]}
+                of_fault: dict[str, Any] = {"columns": {"fault": [name]}, "tips": [("fault", "@fault")]}
                 draw.boxes(start, row - 0.26, stop, row + 0.26, colors=color, alpha=0.22, **of_fault)
             end = run_events.diverged.step if run_events.diverged is not None else run_events.last_step
             draw.line([run_events.first_step, end], [row, row], color=color, dash=look["dash"], width=2)

@@ -68,10 +68,11 @@ DEFAULT: Any = None
 
 
 class ArchitectureOptions(TypedDict, total=False):
-    """Options of `ArchitectureConfig`, except family and norm, as arguments of the functions of the families."""
+    """Options of `ArchitectureConfig` but the family, as arguments of the functions of the families."""
 
     d_model: int
     n_layers: int
+    norm: Norm
     norm_eps: float | None
     vocab_size: int
     max_length: int

@@ -128,24 +128,28 @@ def is_zoo_model(model: HoldsModel | nn.Module) -> bool:
 
 #: Defaults of presets that differ from those of their family.
 _GPT2: ArchitectureOptions = {"mlp": "gelu_tanh", "ties_embeddings": True, "scales_residual_init": True}
-_LLAMA: ArchitectureOptions = {"norm_eps": 1e-05, "position": "rotary", "mlp": "swiglu", "has_bias": False}
+_LLAMA: ArchitectureOptions = {
+    "norm": "rms_norm", "norm_eps": 1e-05, "position": "rotary", "mlp": "swiglu", "has_bias": False,
+}  # fmt: skip
 
 
 def _family(family: Family, preset: ArchitectureOptions | None = None) -> Callable[[Constructor], Constructor]:
     """Return a decorator that shows the options of a family and their defaults in the signature of its function."""
 
     def decorate(function: Constructor) -> Constructor:
-        given = dict(inspect.signature(function).parameters)
         types = {name: each.__forward_arg__ for name, each in ArchitectureOptions.__annotations__.items()}
         others = {**defaults(family), **(preset or {})}
+        given = inspect.signature(function)
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=types[name])
+            for name, value in others.items()
+        ]
+        if "first" in given.parameters:  # the norm may be passed by position
+            norm = next(each for each in parameters if each.name == "norm")
+            parameters.remove(norm)
+            parameters.insert(0, norm.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD))
         function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [each for name, each in given.items() if name != "options"]
-            + [
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=types[name])
-                for name, value in others.items()
-                if name not in given
-            ],
-            return_annotation=inspect.signature(function).return_annotation,
+            parameters, return_annotation=given.return_annotation
         )
         return function
 
@@ -153,7 +157,7 @@ def _family(family: Family, preset: ArchitectureOptions | None = None) -> Callab
 
 
 @_family("transformer")
-def transformer(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> Transformer:
+def transformer(*first: Norm, **options: Unpack[ArchitectureOptions]) -> Transformer:
     """Build a decoder-only transformer.
 
     `ArchitectureConfig` explains the options. None turns an option off, or derives it from the others.
@@ -175,11 +179,11 @@ def transformer(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -
         `workbench.zoo.ArchitectureConfig`: Explains the options.
         `workbench.train`: Trains the model.
     """
-    return _build("transformer", norm=norm, **options)
+    return _build("transformer", *first, **options)
 
 
 @_family("moe")
-def moe(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> MoeTransformer:
+def moe(*first: Norm, **options: Unpack[ArchitectureOptions]) -> MoeTransformer:
     """Build a mixture of experts; `ArchitectureConfig` explains the options.
 
     Example:
@@ -193,11 +197,11 @@ def moe(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> MoeTra
     See Also:
         `workbench.zoo.mixtral_style`: Builds a model like Mixtral.
     """
-    return _build("moe", norm=norm, **options)
+    return _build("moe", *first, **options)
 
 
 @_family("mamba")
-def mamba(*, norm: Norm = "rms_norm", **options: Unpack[ArchitectureOptions]) -> Mamba:
+def mamba(**options: Unpack[ArchitectureOptions]) -> Mamba:
     """Build a stack of selective state-space blocks; `ArchitectureConfig` explains the options.
 
     Example:
@@ -210,11 +214,11 @@ def mamba(*, norm: Norm = "rms_norm", **options: Unpack[ArchitectureOptions]) ->
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("mamba", norm=norm, **options)
+    return _build("mamba", **options)
 
 
 @_family("kan")
-def kan(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> KanTransformer:
+def kan(*first: Norm, **options: Unpack[ArchitectureOptions]) -> KanTransformer:
     """Build a transformer whose MLPs are splines; `ArchitectureConfig` explains the options.
 
     Example:
@@ -227,11 +231,11 @@ def kan(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> KanTra
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("kan", norm=norm, **options)
+    return _build("kan", *first, **options)
 
 
 @_family("vit")
-def vit(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> VisionTransformer:
+def vit(*first: Norm, **options: Unpack[ArchitectureOptions]) -> VisionTransformer:
     """Build a vision transformer; `ArchitectureConfig` explains the options.
 
     Example:
@@ -244,11 +248,11 @@ def vit(norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> Vision
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("vit", norm=norm, **options)
+    return _build("vit", *first, **options)
 
 
 @_family("transformer", _GPT2)
-def gpt2_style(*, norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions]) -> Transformer:
+def gpt2_style(**options: Unpack[ArchitectureOptions]) -> Transformer:
     """Build a transformer like GPT-2: Pre-LN, learned positions, tanh-GELU, tied embeddings, scaled initial residuals.
 
     The dropout of GPT-2 is omitted. `ArchitectureConfig` explains the options.
@@ -262,11 +266,11 @@ def gpt2_style(*, norm: Norm = "pre_ln", **options: Unpack[ArchitectureOptions])
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("transformer", norm=norm, **(_GPT2 | options))
+    return _build("transformer", **(_GPT2 | options))
 
 
 @_family("transformer", _LLAMA)
-def llama_style(*, norm: Norm = "rms_norm", **options: Unpack[ArchitectureOptions]) -> Transformer:
+def llama_style(**options: Unpack[ArchitectureOptions]) -> Transformer:
     """Build a transformer like Llama: RMSNorm, rotary positions, SwiGLU, no biases.
 
     ``n_kv_heads`` selects grouped-query attention, which larger versions of Llama have. `ArchitectureConfig` explains
@@ -281,11 +285,11 @@ def llama_style(*, norm: Norm = "rms_norm", **options: Unpack[ArchitectureOption
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("transformer", norm=norm, **(_LLAMA | options))
+    return _build("transformer", **(_LLAMA | options))
 
 
 @_family("moe", _LLAMA)
-def mixtral_style(*, norm: Norm = "rms_norm", **options: Unpack[ArchitectureOptions]) -> MoeTransformer:
+def mixtral_style(**options: Unpack[ArchitectureOptions]) -> MoeTransformer:
     """Build a mixture of experts like Mixtral: `llama_style` with two of eight experts per token.
 
     `ArchitectureConfig` explains the options.
@@ -299,10 +303,11 @@ def mixtral_style(*, norm: Norm = "rms_norm", **options: Unpack[ArchitectureOpti
     See Also:
         `workbench.zoo.ArchitectureConfig`: Explains the options.
     """
-    return _build("moe", norm=norm, **(_LLAMA | options))
+    return _build("moe", **(_LLAMA | options))
 
 
-def _build(family: str, **options: Any) -> Any:
+def _build(family: str, *norm: Norm, **options: Any) -> Any:
+    options |= dict(zip(("norm",), norm, strict=False))
     return build(ArchitectureConfig.from_dict({**options, "family": family}))
 
 
