@@ -3,8 +3,8 @@
     python tools/unused.py
 
 A name is used if README, documentation, notebooks, course, widgets, command line, benchmarks or the scripts in data/
-mention it. An option is used if one of these, or the library itself, passes it by name or mentions it in a sentence such as
-``wb.train(..., store=)``. What nobody uses is removed, unless it is a measure of the field under its standard name.
+mention it. An option is used if one of these, or the library itself, passes it by name or writes it in a sentence such
+as ``wb.train(..., store=)``. What nobody uses is removed, unless it is a measure of the field under its standard name.
 """
 
 from __future__ import annotations

@@ -35,9 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Args:
         arguments: Arguments of the command line; None uses those of this process.
-
-    Returns:
-        The exit status.
     """
     given = _parser().parse_args(arguments)
     try:

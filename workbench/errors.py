@@ -303,11 +303,7 @@ def __dir__() -> list[str]:
 
 
 def held_module(model: Any) -> Any:
-    """Return the module that a subject holds as ``model``; anything with ``get_parameter`` is returned unchanged.
-
-    Raises:
-        AnatomyError: If it is neither.
-    """
+    """Return the module that a subject holds as ``model``; anything with ``get_parameter`` is returned unchanged."""
     if isinstance(model, type):
         raise AnatomyError(
             f"The model is the class {model.__name__}; pass an instance of it, such as {model.__name__}(...).",

@@ -472,12 +472,7 @@ class _Door:
                 self.kinds[parameter.name] = kind, parameter.default, parameter.kind
 
     def admit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, with scalars as plain numbers.
-
-        Raises:
-            OptionError: If a value is not what its annotation says.
-            CallError: If an argument is missing or unknown.
-        """
+        """Return the arguments, with scalars as plain numbers."""
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -257,11 +257,7 @@ class _Bench:
         return found
 
     def structure(self, *, standard: bool = False) -> tuple[xr.Dataset, xr.Dataset | None]:
-        """Measure freshly initialized models, with their own or a standard initialization.
-
-        Returns:
-            The structure, and the flow of the first model.
-        """
+        """Measure freshly initialized models, with their own or a standard initialization."""
         depth = self.plan.target.depth or self.measured.target_depth
         n_seeds = 1 if standard else N_SEEDS
         models = self.measured.siblings(n_seeds, depth)

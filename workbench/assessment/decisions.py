@@ -93,10 +93,6 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
             attributes record whether a proxy model was measured, whose best rate is never proposed for the design.
         plan: The assessed plan.
         affordable: Updates within its budget; NaN if it sets no budget.
-
-    Returns:
-        Dataset with dim ``decision``, in the order in which to act: the fields of `Decision`, with ``selection`` as
-        JSON.
     """
     import xarray as xr
 

@@ -198,14 +198,7 @@ def with_few_patches(found: Design) -> Design:
 def planned_task(
     model: nn.Module, plan: AssessmentPlan, *, seed: int, loss: Callable[[Tensor, Tensor], Tensor] = token_loss
 ) -> Task:
-    """Return the task of a plan with the short sequences and small batches of an assessment.
-
-    Args:
-        model: The model that reads the task.
-        plan: Plan with the task; its batch size and length are not used.
-        seed: Added to the seed of the plan.
-        loss: Function of logits and targets.
-    """
+    """Return the task of a plan with the short sequences and small batches of an assessment."""
     sizes = model_sizes(model)
     n_classes = None
     if getattr(unwrap(model), "main_input_name", None) == "pixel_values":

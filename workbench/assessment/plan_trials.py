@@ -260,14 +260,7 @@ def _first_loss(model: nn.Module, task: Any, loss: Callable[[Tensor, Tensor], Te
 
 @dataclass(frozen=True)
 class Change:
-    """One change to a plan.
-
-    Attributes:
-        setting: The changed setting.
-        current, proposed: Its current and its proposed value, as text.
-        plan: The plan with the change.
-        kss: Whether KSS is turned on.
-    """
+    """One change to a plan."""
 
     setting: str
     current: str
@@ -306,14 +299,6 @@ def try_changes(
     report: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
     """Run trials of each change.
-
-    Args:
-        model: The model, which is not changed.
-        task: As in `try_plan`.
-        changes: Changes from `possible_changes`.
-        n_updates: Updates of each trial.
-        loss: As in `try_plan`.
-        report: Function that receives a short text before each change; an exception that it raises ends the trials.
 
     Returns:
         Dataset with dim ``change``: ``setting``, ``current``, ``proposed``, ``n_trials``, ``n_broken`` (number of

@@ -215,11 +215,6 @@ def average_structure(
 ) -> xr.Dataset:
     """Average each measurement over freshly initialized models that differ in seed, with its standard error.
 
-    Args:
-        flows: Flow of each model, from `workbench.flow.measure`.
-        outputs: Measurements ``OUTPUTS`` and ``MODULES`` of each model.
-        log_errors: Measurement -> additional standard error of its logarithm, common to all seeds.
-
     Returns:
         Dataset of the 0-dim measurements ``ALL``; those compared as logarithms are geometric means, and NaN means that
         the model has no such part. ``<name>_error`` is the standard error over the seeds, of the logarithm if the mean

@@ -40,12 +40,7 @@ DECIDES = {"structure": "gain_by_depth", "pilot": RATE}
 
 
 def column_state(criteria: xr.Dataset, column: str) -> CriterionState:
-    """Return the state of a column, which is the worst state of its criteria with sufficient confidence.
-
-    Returns:
-        "not measured" if no criterion is at risk or failing, but the criterion of ``DECIDES`` was not evaluated, or
-        another criterion was not evaluated because of the size of the design.
-    """
+    """Return the state of a column, which is the worst state of its criteria with sufficient confidence."""
     own = criteria.sel(criterion=[name for name in criteria["criterion"].values if name in COLUMNS[column]])
     states = [CriterionState(state) for state in own["state"].values]
     bad = [
@@ -60,13 +55,7 @@ def column_state(criteria: xr.Dataset, column: str) -> CriterionState:
 
 
 def verdict_of(criteria: xr.Dataset) -> Verdict:
-    """Return the verdict, which follows from the worst criterion with sufficient confidence.
-
-    Returns:
-        "refuse" if a criterion is failing with a confidence of at least 0.5; "at risk" if one is at risk with at least
-        that confidence, or failing with less. Otherwise "cannot say" if structure or pilot were not measured, else
-        "proceed".
-    """
+    """Return the verdict, which follows from the worst criterion with sufficient confidence."""
     found = [column_state(criteria, column) for column in COLUMNS]
     known = {name for names in COLUMNS.values() for name in names}
     hazards = [name not in known for name in criteria["criterion"].values]

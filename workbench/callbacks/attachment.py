@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 class Attachment:
     """Callbacks that a trainer attaches and detaches, any number of times, with their states in its checkpoints.
 
-    Args:
-        callbacks: Callbacks in the order in which they act.
-
     Attributes:
         callbacks: The callbacks as a group.
         at_end: Functions that are called once when the callbacks are detached; they remove the adapter's own hooks.
@@ -51,12 +48,7 @@ class Attachment:
     def begin(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, state: Mapping[str, Any] | None = None
     ) -> None:
-        """Attach the callbacks to a training.
-
-        Raises:
-            OptionError: If a callback cannot act on this training.
-            StoreError: If the checkpoint was written with other options.
-        """
+        """Attach the callbacks to a training."""
         self.end(is_broken=True)  # a trainer does not notify its callbacks of an error that ended the previous training
         run = TrainingRun(model, optimizer, self._take_event, step=step)
         self.callbacks.setup(run)
@@ -123,11 +115,7 @@ class Attachment:
         self._open_step = step
 
     def end_step(self, numbers: Mapping[str, Any]) -> bool:
-        """End the step of the last update, with its metrics.
-
-        Returns:
-            Whether training should stop.
-        """
+        """End the step of the last update, with its metrics."""
         step, self._open_step = self._open_step, None
         if self.run is None or step is None:
             return False
@@ -156,11 +144,7 @@ class Attachment:
         return any(getattr(type(c), name) is not getattr(Callback, name) for c in self.callbacks for name in names)
 
     def change_batch(self, batch: Any) -> Any:
-        """Return a batch as changed by the callbacks.
-
-        Raises:
-            OptionError: If the batch is neither.
-        """
+        """Return a batch as changed by the callbacks."""
         if not self.overrides("change_batch"):
             return batch
         if isinstance(batch, Mapping) and "labels" in batch:

@@ -35,9 +35,6 @@ def gather(
     KSS acts first, as it measures the state before the step. Faults and penalties follow, which change the loss, then
     the user's callbacks, in their order. The recorder with its alarms and actions is last, so that it receives the
     output of all others.
-
-    Raises:
-        OptionError: If two arguments exclude each other.
     """
     found: dict[type, list[Any]] = {kind: [] for kind in (KSS, Fault, Penalty, Recorder, Alarms, Actions)}
     of_user: list[Any] = []

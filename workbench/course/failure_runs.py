@@ -28,17 +28,7 @@ SEED = 21
 
 @dataclass(frozen=True)
 class StudySetup:
-    """An architecture, a task, and a learning rate at which the model learns well.
-
-    Attributes:
-        set: "fit", "choose" or "locked".
-        family: Family with which the setup is held out.
-        make: Name of a function of `wb.zoo`, or "design" for a configuration of transformers.
-        options: Options of the model.
-        task: Name of a function of `wb.tasks`.
-        task_options: Options of the task.
-        rate: Peak learning rate.
-    """
+    """An architecture, a task, and a learning rate at which the model learns well."""
 
     set: str
     family: str
@@ -157,15 +147,7 @@ SETUPS: dict[str, StudySetup] = {
 
 @dataclass(frozen=True)
 class Plant:
-    """An injected fault.
-
-    Attributes:
-        cause: Cause that the diagnosis should name.
-        kind: Kind of the fault.
-        dose: Strength of the fault.
-        start: First step at which it acts.
-        block: Block that it acts on; -1 for all blocks.
-    """
+    """An injected fault."""
 
     cause: str
     kind: str
@@ -336,14 +318,7 @@ def coarse_weights(weights: list[nn.Parameter], *, n_bits: int, start: int, **op
 
 @dataclass
 class BuiltRun:
-    """Everything that a run needs.
-
-    Attributes:
-        model: Freshly initialized model.
-        task: Task of the run.
-        plan: Keyword arguments of `wb.train`.
-        faults: Faults for `wb.train`.
-    """
+    """Everything that a run needs."""
 
     model: nn.Module
     task: Any

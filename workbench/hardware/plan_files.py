@@ -101,11 +101,7 @@ class AssessmentPlan:
         return DTYPES[name]
 
     def training_plan(self) -> TrainingPlan:
-        """Return the settings of the run as a `TrainingPlan`.
-
-        Raises:
-            OptionError: If the settings contradict each other or there is no such optimizer.
-        """
+        """Return the settings of the run as a `TrainingPlan`."""
         values = {
             item.name: getattr(self.training, item.name)
             for item in fields(TrainingPlan)
@@ -140,9 +136,6 @@ class AssessmentPlan:
             n_classes: Maximum number of classes of the images.
             seed: Seed of the data; None uses that of the plan.
             n_rows: Number of examples in a batch, instead of the limit above.
-
-        Raises:
-            OptionError: If the task does not fit the model.
         """
         from workbench import tasks
 
@@ -183,9 +176,6 @@ class AssessmentPlan:
         Args:
             source: A design, which is checked at the target size of the plan; or a model, a subject or a configuration.
                 None checks only the plan. Sizes that the source does not specify are not checked.
-
-        Raises:
-            OptionError: If a size is impossible; the message states the key and the nearest possible value.
         """
         n = self.n_shares
         if self.batch_size % n:

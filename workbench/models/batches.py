@@ -37,13 +37,7 @@ def inputs_of(source: Any, n_tokens: int = TOKENS_OF_A_TASK) -> Any:
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of model inputs.
-
-    Attributes:
-        items: Batches, each a tensor, a mapping of keyword arguments, or a tuple of positional arguments.
-        is_known: Whether all items are in memory, rather than read from an iterator.
-        layout: Layout of the items.
-    """
+    """Batches of model inputs."""
 
     items: Iterable[Any]
     is_known: bool

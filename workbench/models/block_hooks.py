@@ -64,10 +64,6 @@ class BlockHooks:
         layers: Indices of the sites to follow; None follows all.
         on_unknown: Function called with the first site of a block that is called more often than it has sites; see
             `raise_on_unknown`.
-
-    Attributes:
-        sites: Sites as passed.
-        blocks: Modules that are followed, each once.
     """
 
     def __init__(

@@ -62,10 +62,6 @@ def capture_layers(
         options: Options of the spectra; with a rank, the leading directions are sufficient.
         layers: Layers to capture; None captures all.
         after_batch: Function called after each batch with the number of states chosen so far.
-
-    Raises:
-        SnapshotError: If the stream holds NaN or infinite values (the message names the layer), or if blocks run that
-            are not in the anatomy.
     """
     model = runnable(model)
     captured = range(len(anatomy.sites)) if layers is None else sorted(layers)

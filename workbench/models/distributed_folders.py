@@ -78,9 +78,6 @@ def distributed_state(folder: Path) -> dict[str, LazyTensor]:
 
     A tensor of several chunks is assembled when it is read. In a Megatron folder (``torch_dist``), a tensor that stacks
     all layers becomes one tensor per layer.
-
-    Raises:
-        CheckpointError: If the folder is damaged, is incomplete, holds code, or holds no weights.
     """
     if not (folder / METADATA).is_file():
         return _parts_state(folder)

@@ -81,9 +81,6 @@ class GgufFile:
         Quantized weights keep the rounding error of their quantization. The dtype "auto" is float32, so that there is
         no other rounding; for architectures that transformers reads at once (LFM2, Qwen3.5) and for files that are not
         quantized, it is the type in the file. ``without_memory`` leaves the model on the meta device.
-
-        Raises:
-            CheckpointError: If transformers cannot read the architecture, or the file does not fit.
         """
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         with errors_in_one_sentence(self.path.name, remedy=_REMEDY), quiet_transformers():

@@ -62,10 +62,6 @@ def layout_of(
         leading: Shape of the states without the axis of features.
         batch_first: Layout of the inputs as stated by the user; None if it is not stated.
         state_for: Function from inputs to the states that leave the last block.
-
-    Raises:
-        AnatomyError: If the states of different sequences depend on each other, or several residual streams are
-            folded into the batch.
     """
     tokens = token_tensors(inputs)
     axis = 1 - int(batch_first) if batch_first is not None else _documented_axis(model, inputs)

@@ -52,9 +52,6 @@ def merged(
     Each sum is computed when its tensor is read, in float32 or wider, and rounded once to the type of W. ``transposed``
     maps the name of a matrix to whether it has shape (inputs, outputs), or to None if LoRA does not change it; without
     it the adapter states this for all of them.
-
-    Raises:
-        CheckpointError: If the adapter is damaged, does not fit the base model, or uses more than LoRA.
     """
     options = CONFIG.json(folder / ADAPTER_CONFIG)
     _check_is_lora(folder, options)
@@ -156,13 +153,6 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
             files, an index of shards, DeepSpeed's states, or a distributed checkpoint of PyTorch or Megatron; a
             Trainer's folder with one checkpoint; an adapter of PEFT, which is merged if its base model is local; or a
             GGUF file, whose tensors are dequantized to float32 when read.
-
-    Returns:
-        Names -> tensors. The names are those in the file, below the key of the model where there are several; for a
-        GGUF file they are those of transformers. Other contents, such as an optimizer, are omitted.
-
-    Raises:
-        CheckpointError: If the weights are missing, damaged, incomplete, or stored with code.
     """
     with CHECKPOINT.reading(path):
         if path.suffix == ".gguf" and not path.is_dir():

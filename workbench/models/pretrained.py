@@ -52,9 +52,6 @@ def open_pretrained(
 
     The folder holds the files; it is None if they must be downloaded first. If not ``strict``, the parameters that fit
     are loaded. ``without_memory`` leaves the model on the meta device; its parameters are compared with the files too.
-
-    Raises:
-        CheckpointError: If config.json is invalid, or the weights are damaged, contain code or do not fit.
     """
     import transformers
 

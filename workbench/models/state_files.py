@@ -172,9 +172,6 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
 
     A pickle may hold them under the keys `WEIGHT_KEYS`, alongside other objects such as an optimizer, which are left
     out. With ``mmap`` its tensors are views of the file, where the format allows that.
-
-    Raises:
-        CheckpointError: If the file is missing or damaged, contains code, or contains no state dict.
     """
     path = as_path(path)
     if path.suffix == ".safetensors":

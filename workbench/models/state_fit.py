@@ -121,20 +121,6 @@ def load_state(
     The module, and the one that the state dict was saved from, may be wrapped by torch.compile or data parallelism. The
     saved object may have contained the module, as in Lightning: a prefix of the names is removed if the tensors under
     it, and under no other prefix, are those of the module.
-
-    Args:
-        module: Module to fill.
-        state: Tensors by name.
-        name: Name of the file, for messages.
-        remedy: What to do if it does not fit, for messages.
-        left: Values that the module has for missing tensors; see `Misfit.unloaded`.
-        strict: Whether to raise an exception if the state dict does not fit; otherwise the tensors that fit are loaded.
-
-    Returns:
-        A clause that describes the tensors that were not loaded; empty if all were.
-
-    Raises:
-        CheckpointError: If the tensors do not fit, or with ``strict=False`` none of them fits.
     """
     if any(isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in module.state_dict().values()):
         raise CheckpointError(

@@ -238,12 +238,7 @@ def weight_names(model: nn.Module) -> dict[Key, str]:
 
 
 def require_in_memory(model: nn.Module, what: str) -> None:
-    """Raise CheckpointError if the weights of a model are on the meta device.
-
-    Args:
-        model: Model.
-        what: What needs the weights, as the subject of a sentence, such as "Training".
-    """
+    """Raise CheckpointError if the weights of a model are on the meta device."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise CheckpointError(
             f"{what} needs all weights of {type(model).__name__} in memory, but they stay on disk; open it with "
@@ -342,9 +337,6 @@ def stream_pretrained(
     """Return the streamed weights of a transformers model on the meta device, as ``from_pretrained`` creates it.
 
     Tensors, given by their names in the files, are renamed, merged and split as transformers does when it loads them.
-
-    Raises:
-        CheckpointError: If a weight of the model cannot be computed from the tensors of the checkpoint.
     """
     _fill_computed_buffers(model, state)
     return _streamed(model, _Converter(model, state, set(weight_names(model).values())), path, device)

@@ -72,13 +72,7 @@ class TokenSelection:
         return self.n_snapshots is not None and self.n_chosen >= self.n_snapshots
 
     def choose(self, leading_shape: torch.Size, batch: Any) -> Tensor:
-        """Choose states of one batch and return their indices into the flattened leading axes, in increasing order.
-
-        Raises:
-            SnapshotError: If a mask that hides tokens does not fit the states, or ``skip_first`` is positive and there
-                is not one state for each token.
-            AnatomyError: If ``skip_first`` or a mask depends on which axis counts sequences, and that is unknown.
-        """
+        """Choose states of one batch and return their indices into the flattened leading axes, in increasing order."""
         candidates = self._candidates(leading_shape, batch)
         self.n_offered += len(candidates)
         if self.n_snapshots is None:

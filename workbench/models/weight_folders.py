@@ -187,12 +187,7 @@ def _model_states(folder: Path) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class FolderWeights:
-    """The weights of a Hugging Face folder, which stay on disk.
-
-    Attributes:
-        state: Name -> tensor, in the order in which transformers reads them.
-        is_usual: Whether transformers itself can read them from the folder.
-    """
+    """The weights of a Hugging Face folder, which stay on disk."""
 
     state: Mapping[str, LazyTensor]
     is_usual: bool = True

@@ -29,9 +29,6 @@ class BatchProbe:
 
     Args:
         n_recent: Number of recent examples to remember.
-
-    Raises:
-        OptionError: If ``n_recent`` is negative.
     """
 
     @checked
@@ -85,9 +82,6 @@ class BatchProbe:
         Args:
             inputs: Inputs of the model.
             labels: Labels, integers of any shape.
-
-        Returns:
-            Those results of `take` that begin with ``label_``, and ``ignored_labels``.
         """
         first, is_counted = _first(inputs), labels != IGNORED
         found = {"label_entropy": _entropy(labels, is_counted), "ignored_labels": 1 - is_counted.double().mean()}

@@ -66,9 +66,6 @@ class ProjectedGradients:
         is_last_alone: Whether ``.grad`` was empty before the last of several passes, in the same shape; None if
             unknown.
         has_moved: Whether parameters changed between the passes, as with SAM; None if unknown.
-
-    Raises:
-        OptionError: If shapes do not match, or a format is not a floating-point format.
     """
 
     computed: np.ndarray

@@ -139,14 +139,7 @@ def precision_errors(
 
 @dataclass(frozen=True)
 class BrokenArithmetic:
-    """A block or head where the errors of a run's arithmetic are larger than rounding explains.
-
-    Attributes:
-        layer: Index of the block.
-        head: Head of its attention; -1 for the entire block.
-        error: Relative error of the gradient there.
-        excess: Ratio of the error to that explained by rounding.
-    """
+    """A block or head where the errors of a run's arithmetic are larger than rounding explains."""
 
     layer: int
     head: int

@@ -146,13 +146,7 @@ class ModelRuns:
 
 @dataclass
 class LoopRuns:
-    """Pilot runs of a user-supplied training loop.
-
-    Args:
-        loop: Function of a learning rate and a seed that yields the training loss of each update; a generator is closed
-            when it is no longer needed.
-        on_update: Called after each update.
-    """
+    """Pilot runs of a user-supplied training loop."""
 
     loop: Callable[[float, int], Iterable[float]]
     on_update: Callable[[], object] = lambda: None

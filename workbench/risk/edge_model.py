@@ -309,9 +309,6 @@ def groups_of(cases: xr.Dataset) -> np.ndarray:
     The presence of a norm is measured, so that it does not depend on names: doubling the residual stream doubles the
     logits of a model without normalization, and hardly changes those of others (``scale_response``).
 
-    Args:
-        cases: Cases with ``optimizer`` and ``scale_response``, dimension ``run``.
-
     Returns:
         Strings such as "AdamW with norm", shape (run,); empty where ``scale_response`` is NaN.
     """

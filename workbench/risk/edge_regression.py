@@ -96,9 +96,6 @@ def fit_edges(features: np.ndarray, edges: Edges, *, penalty: float, weight: np.
         edges: Edges of the designs.
         penalty: Strength of the quadratic penalty of the coefficients of standardized features.
         weight: Sample weight of each design, shape (design,); None weights all equally.
-
-    Returns:
-        The regression; the coefficient of a constant feature is 0.
     """
     from scipy.optimize import minimize
 

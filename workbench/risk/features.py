@@ -87,11 +87,7 @@ def feature_table(cases: xr.Dataset, names: Sequence[str], *, allow_missing: boo
 
 
 def as_cases(cases: xr.Dataset) -> xr.Dataset:
-    """Return cases with a dimension ``run`` and positive learning rates.
-
-    Args:
-        cases: Cases, or one case without the dimension ``run``.
-    """
+    """Return cases with a dimension ``run`` and positive learning rates."""
     if RATE not in cases.variables:
         raise SchemaError("The cases have no learning_rate; assign the peak learning rate of each run.")
     if "run" not in cases.dims:
@@ -107,9 +103,6 @@ def as_cases(cases: xr.Dataset) -> xr.Dataset:
 
 def counts_as_diverged(cases: xr.Dataset) -> np.ndarray:
     """Return which untrained models count as diverged before the first update, at any learning rate (RKSP).
-
-    Args:
-        cases: Cases with ``initial_loss`` and ``initial_grad_norm`` where available.
 
     Returns:
         Whether the loss exceeds 50 nat or the norm of all gradients exceeds 500, shape (run,); NaN does not count.

@@ -19,13 +19,7 @@ _BLOCK = 2_000_000
 
 
 class Auroc(NamedTuple):
-    """An area under the ROC curve with its interval, which is NaN without a bootstrap.
-
-    Attributes:
-        value: The area.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-    """
+    """An area under the ROC curve with its interval, which is NaN without a bootstrap."""
 
     value: float
     low: float

@@ -229,12 +229,7 @@ def _from_name_or_file(source: str | os.PathLike[str]) -> tuple[DesignSource, st
 
 
 def transformers_config(source: Any) -> Any:
-    """Return the configuration of transformers that a source describes; None if it has none.
-
-    Args:
-        source: A ``config.json`` or a folder that contains one, a configuration, or its options as a mapping; it need
-            not describe a single stack of blocks.
-    """
+    """Return the configuration of transformers that a source describes; None if it has none."""
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
         path = path / "config.json" if path.is_dir() else path

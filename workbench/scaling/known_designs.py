@@ -162,9 +162,6 @@ ALIASES = {
 def known_config(name: str) -> Any | None:
     """Return the configuration in transformers of a published architecture.
 
-    Args:
-        name: Name in ``KNOWN``; case, the name of the organization before a slash and a final ``-hf`` are ignored.
-
     Returns:
         The configuration; None if there is no architecture of that name.
     """

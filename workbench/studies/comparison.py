@@ -140,16 +140,7 @@ def _measured(name: str, run: Any, inputs: Any, progress: bool | Callable[[str],
 def compare_checked(
     runs: Mapping[str, xr.DataTree], spectra: Mapping[str, xr.Dataset], *, published: Mapping[str, str] | bool = True
 ) -> xr.Dataset:
-    """Compare runs that are known to follow the schema; see `compare`.
-
-    Args:
-        runs: Runs from `named_runs`, with their outcomes.
-        spectra: Spectra of each run at one step and for at least one selected layer; dims ``layer`` and ``mode``.
-        published: As in `compare`.
-
-    Returns:
-        The dataset of `compare` without the attribute ``at``.
-    """
+    """Compare runs that are known to follow the schema; see `compare`."""
     import xarray as xr
 
     _check_thresholds(spectra)

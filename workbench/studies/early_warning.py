@@ -87,13 +87,7 @@ def harmful(runs: xr.Dataset) -> xr.DataArray:
 
 
 def delays(runs: xr.Dataset, *, detector: str = "all alarms") -> xr.DataArray:
-    """Return the number of steps from the onset of the fault to the first alarm, dim ``run``; NaN if there is none.
-
-    Args:
-        runs: The table.
-        detector: ``"all alarms"``, ``"loss alone"`` or ``"gradient norm alone"``, each with the same total rate of
-            false alarms.
-    """
+    """Return the number of steps from the onset of the fault to the first alarm, dim ``run``; NaN if there is none."""
     _need(runs, "start", DETECTORS[detector])
     return runs[DETECTORS[detector]] - runs["start"]
 

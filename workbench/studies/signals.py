@@ -247,11 +247,6 @@ def read(
 def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
     """Read a signal at one step with all its dimensions: layers and heads, layers and experts, or modules.
 
-    Args:
-        run: A run with the signal.
-        name: One of `workbench.signals.names`.
-        step: Step to read; the nearest recorded step is used, and the earlier one of two equally near steps.
-
     Returns:
         The values with dims ``layer`` and ``head``, or those of ``layer``, ``module`` and ``expert`` that the signal
         has. The scalar coordinate ``step`` is the step that was used. NaN where not measured.
@@ -349,9 +344,6 @@ def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), 
         runs: Runs by name.
         alarmed: Signals with alarms, in the order of their alarms; the first three are used.
         n: Maximum number of signals.
-
-    Returns:
-        Names of signals that at least one run has.
     """
     known = dict.fromkeys(name for run in runs.values() for name in names(run))
     order = ["loss", "grad_norm", *list(dict.fromkeys(name for name in alarmed if name in known))[:3], *_INFORMATIVE]
@@ -377,14 +369,7 @@ _INFORMATIVE = (
 
 
 def checks_of(run: xr.DataTree) -> list[Check]:
-    """Return every measurement of the probes of arithmetic and gradients in a run, as evaluated by the alarms.
-
-    Args:
-        run: A run; it may have no probes.
-
-    Returns:
-        The measurements by increasing step.
-    """
+    """Return every measurement of the probes of arithmetic and gradients in a run, as evaluated by the alarms."""
     probes, found = ProbeAlarms(), []
     for part in ("precision", "reduction"):
         if part not in run.children:
@@ -472,9 +457,6 @@ def healthy_band(
         lines: Steps and values of each run; values that are not finite are ignored.
         quantiles: Lower and upper quantile.
         n: Number of intervals of equal length; fewer if there are fewer than five values per interval.
-
-    Returns:
-        The band; empty if there are no values.
     """
     finite = [np.isfinite(value) for _, value in lines]
     step = np.concatenate([np.zeros(0), *(line[0][is_there] for line, is_there in zip(lines, finite, strict=True))])

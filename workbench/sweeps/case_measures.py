@@ -58,12 +58,6 @@ def pilot_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, l
 
     Warm-up and schedule are ignored. The rate is found by bisection, assuming that all larger rates diverge too.
 
-    Args:
-        model: An untrained model; it is not changed.
-        batches: The first eleven batches of the run; with fewer batches the pilot run is shorter.
-        plan: Plan with the optimizer, the clipping and the limits of divergence.
-        loss: Function of logits and targets.
-
     Returns:
         A rate between the smallest and the largest of ``TRIED_RATES``; infinite if none of them diverges; NaN if the
         optimizer needs several gradients for an update, or is an existing one, which cannot be tried on a copy.
@@ -92,13 +86,7 @@ def pilot_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, l
 
 @dataclass
 class _Line:
-    """The parameters after the optimizer's first update, as a function of the learning rate.
-
-    Attributes:
-        trial: The copy whose parameters are set.
-        base: Its initial parameters.
-        change: The change of the parameters in the first update at a learning rate of 1.
-    """
+    """The parameters after the optimizer's first update, as a function of the learning rate."""
 
     trial: _Copy
     base: list[Tensor]
@@ -176,14 +164,6 @@ def first_update(
     the model is narrower than the planned one, the change of every matrix is multiplied by the ratio of the widths, so
     that it changes the outputs as it would at the full width: the entries of an Adam update all have about the same
     magnitude, and their contributions add up over the inputs (Yang et al., arXiv:2203.03466).
-
-    Args:
-        model: An untrained model; it is not changed.
-        batch: Inputs and targets of the update.
-        others: Inputs of the other examples.
-        plan: Plan with the optimizer and its peak learning rate.
-        loss: Function of logits and targets.
-        width_ratio: Width of the planned model over the width of this one.
 
     Returns:
         ``loss_over_guess`` and ``function_change``; infinite where the loss or predictions are not finite. The change

@@ -133,12 +133,7 @@ def loss_curves(records: list[StepRecord], evaluations: list[tuple[int, float]])
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, task: SeededTask) -> float:
-    """Return the loss on held-out examples of a task in eval mode, in nats.
-
-    Args:
-        model: The model; its training mode is restored.
-        task: One of the workbench's tasks.
-    """
+    """Return the loss on held-out examples of a task in eval mode, in nats."""
     inputs, targets = task.held_out(N_HELD_OUT)
     with eval_mode(model):
         output = call_model(model, inputs)
@@ -156,9 +151,6 @@ def count_spikes(loss: np.ndarray) -> int:
     """Count the steps whose loss exceeds the mean of the previous 20 losses by more than three standard deviations.
 
     RKSP counts loss spikes without defining them; this definition is the workbench's own.
-
-    Args:
-        loss: Loss of each step, in nats; a value that is not finite counts as a spike.
     """
     loss = np.asarray(loss, dtype=float)
     if not len(loss) > _SPIKE_WINDOW:

@@ -55,14 +55,6 @@ def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Pa
     """Write a checkpoint atomically, as ``folder/step-00000500``.
 
     The parameters of a zoo model or a Hugging Face model can be opened with `open_checkpoint`.
-
-    Args:
-        model: Model whose parameters are saved.
-        state: All other state.
-        folder: Folder of all checkpoints of the run; an existing one of the same step is replaced.
-
-    Returns:
-        The folder of the checkpoint.
     """
     place = folder / f"step-{state.step:08d}"
     with replacing(place) as partial, _as_store_error(place):
@@ -80,14 +72,6 @@ def branch_run(store: Path | str, new_store: Path | str, *, step: int) -> Path:
     """Copy a run up to one of its checkpoints; ``train(..., store=new_store, resume=True)`` continues from there.
 
     The original run is not changed.
-
-    Args:
-        store: Store of a run that is not in training, with its checkpoints next to it.
-        new_store: Store of the copy, with its checkpoint next to it; its attribute ``branched_from`` names the origin.
-        step: Step of the checkpoint.
-
-    Returns:
-        The path of the copy.
     """
     store, new_store = Path(store), Path(new_store)
     checkpoints, new_checkpoints = store.with_suffix(".checkpoints"), new_store.with_suffix(".checkpoints")

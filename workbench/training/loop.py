@@ -57,23 +57,7 @@ _TITLES = {"guard": "a recorder", "kss": "KSS"}
 
 
 class Training:
-    """Training run; `steps` is the generator that `workbench.train` returns.
-
-    Args:
-        model: Model to train in place, on its device.
-        task: Task that provides the batches.
-        plan: Settings of the training.
-        recording: Settings of the record.
-        loss: Function from logits, or an output without them, and targets to a 0-dim tensor.
-        callbacks: Callbacks that act on the run, in this order; see `Callback`.
-        resume: Whether to continue from the last checkpoint.
-        overwrite: Whether to replace an existing run at the store.
-
-    Raises:
-        OptionError: If a setting is invalid, or a callback cannot act on this run.
-        StoreError: If the store exists, or holds a run of another configuration.
-        CheckpointError: If there is no checkpoint to resume from, or it is damaged.
-    """
+    """Training run; `steps` is the generator that `workbench.train` returns."""
 
     def __init__(
         self,
@@ -491,11 +475,7 @@ def takes_several_passes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def place_of_failure(model: nn.Module, loss_of: LossOf, *, around: Around) -> str:
-    """Repeat a failed pass and describe where the first value that is not finite arises.
-
-    Returns:
-        A sentence; it states the reason if the pass cannot be repeated, and is empty if the repeated pass is finite.
-    """
+    """Repeat a failed pass and describe where the first value that is not finite arises."""
     try:
         bad = first_bad_tensor(model, loss_of, around=around)
     except Exception as error:  # noqa: BLE001  (no error may prevent the record of the run)

@@ -59,15 +59,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     The updates of Muon are scaled to the root mean square of those of AdamW (Liu et al. 2025, arXiv:2502.16982, Eq. 4),
     so that both share one learning rate and one weight decay.
-
-    Args:
-        matrices: Parameters with two dimensions, for Muon.
-        others: Parameters for AdamW.
-        lr: Learning rate of both.
-        weight_decay: Decoupled weight decay of both.
-        momentum: Momentum of Muon.
-        betas: Coefficients of AdamW.
-        eps: Term added to the denominator of AdamW.
     """
 
     def __init__(

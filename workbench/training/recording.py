@@ -82,16 +82,7 @@ class Recording:
 
 
 class SpectraTaker:
-    """Repeated measurement of the spectra of one model on the same inputs.
-
-    Args:
-        model: Model, whose anatomy is read once.
-        inputs: Inputs of `workbench.profile`, except iterators, because they are used repeatedly.
-        options: Further arguments of `workbench.profile`.
-
-    Raises:
-        AnatomyError: If the residual stream cannot be identified with certainty.
-    """
+    """Repeated measurement of the spectra of one model on the same inputs."""
 
     def __init__(self, model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
         self.subject = Subject(model, type(model).__name__, f"module {type(model).__qualname__}")
@@ -185,12 +176,7 @@ def describe_run(
     loss: Callable[..., Any],
     callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
-    """Return all settings that affect the results of a run, as values of JSON; functions by their names.
-
-    Returns:
-        ``model``, ``task``, ``training`` and ``spectra``, each a mapping; and, by name, the configuration of each
-        callback, without settings that may change during the run and are recorded at each step, such as switches.
-    """
+    """Return all settings that affect the results of a run, as values of JSON; functions by their names."""
     training = plan.as_dict() | {"loss": getattr(loss, "__qualname__", None) or str(loss)}
     if callable(plan.schedule) or plan.schedule == "constant":
         del training["n_steps"]  # steps do not depend on the length of the run, which may be extended

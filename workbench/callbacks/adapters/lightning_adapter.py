@@ -134,11 +134,7 @@ def lightning_callback(*callbacks: AnyCallback, seed: int = 0) -> LightningCallb
 
 
 def _wrap_training_step(module: Any, attachment: Attachment, passes: ExitStack) -> Callable[[], None]:
-    """Wrap the training step of a LightningModule so that callbacks act around it.
-
-    Returns:
-        A function that removes the wrapper.
-    """
+    """Wrap the training step of a LightningModule so that callbacks act around it."""
     inner, of_instance = module.training_step, vars(module).get("training_step")
 
     @functools.wraps(inner)  # Lightning reads the arguments from the signature

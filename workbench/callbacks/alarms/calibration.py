@@ -41,13 +41,7 @@ FalseAlarms = Annotated[float, above(0), Remedy("pass a rate per 100,000 steps, 
 
 @dataclass(frozen=True)
 class Tail:
-    """Exponential tail of the evidence of one signal in healthy runs.
-
-    Attributes:
-        limit: Evidence above which the tail applies.
-        rate: Stretches with evidence above it, per 100,000 steps.
-        excess: Mean excess over it.
-    """
+    """Exponential tail of the evidence of one signal in healthy runs."""
 
     limit: float
     rate: float

@@ -105,9 +105,6 @@ class OwnPast:
         Args:
             values: Shape (series,). A series begins with its first finite value; a later value that is not finite is
                 replaced by the previous one.
-
-        Returns:
-            The evidence of a change.
         """
         if values.shape != self._first.shape:
             raise OptionError.of("values", values.shape, f"of shape {self._first.shape}, one value for each series")

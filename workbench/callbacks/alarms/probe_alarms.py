@@ -199,11 +199,6 @@ class ProbeAlarms:
     alarm. If routers choose experts, broken arithmetic must be found in two consecutive measurements, because a token
     near a tie may be sent to another expert in float64, which in a single measurement is indistinguishable from a
     fault.
-
-    Attributes:
-        is_in_doubt: Whether the latest measurement of the arithmetic waits for another one to confirm it.
-        standing: The last alarm of each signal whose fault is not over, with the faults that may have caused it.
-        checks: The latest measurement of each probe, by signal.
     """
 
     def __init__(self) -> None:

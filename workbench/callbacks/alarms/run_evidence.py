@@ -234,14 +234,7 @@ class Reading:
 
 
 class RunEvidence:
-    """Evidence of every watched signal, updated with each measurement.
-
-    Args:
-        first_step: First step of the run, or of its part to evaluate.
-
-    Attributes:
-        latest: The latest reading of each signal.
-    """
+    """Evidence of every watched signal, updated with each measurement."""
 
     def __init__(self, first_step: int = 0) -> None:
         self.latest: dict[str, Reading] = {}

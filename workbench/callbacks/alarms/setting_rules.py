@@ -22,13 +22,7 @@ _N_RECENT, _N_LEAST, _FAR_FROM_ZERO = 50, 10, 5.0
 
 
 class Moment(NamedTuple):
-    """Circumstances in which a setting is observed.
-
-    Attributes:
-        step: Updates done before.
-        is_resumed: Whether the run was resumed since the last observation.
-        noted: Learning rates that the scheduler has stored in the optimizer's group.
-    """
+    """Circumstances in which a setting is observed."""
 
     step: int
     is_resumed: bool = False
@@ -36,13 +30,7 @@ class Moment(NamedTuple):
 
 
 class Found(NamedTuple):
-    """An unplanned change that has not been reported yet.
-
-    Attributes:
-        before: Value before the change.
-        since: First step with the new value.
-        is_back: Whether the setting has returned to its value before an earlier change.
-    """
+    """An unplanned change that has not been reported yet."""
 
     before: Any
     since: int

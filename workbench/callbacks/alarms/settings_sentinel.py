@@ -172,14 +172,6 @@ class SettingsSentinel:
     step schedules; rises to the highest rate so far, as in restarts; after a schedule has come down, rises by less than
     1 % of the highest rate per step up to that rate; and any change before the third observation. With a plan, every
     departure from it is reported. Observe every update: rates at only some of the steps appear less smooth.
-
-    Args:
-        planned: Plans of settings that are numbers: functions from the step to the planned value or to a fixed multiple
-            of it, such as ``{"learning_rate": plan.rate_factor}`` or, with a scheduler of torch,
-            ``{"learning_rate": lambda step: scheduler.get_last_lr()}``; `planned_settings` makes them of simpler plans.
-
-    Raises:
-        OptionError: If a plan is not a function.
     """
 
     def __init__(self, *, planned: Mapping[str, Plan] | None = None) -> None:

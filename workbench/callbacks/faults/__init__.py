@@ -72,12 +72,7 @@ __all__ = [
 
 
 class CatalogEntry(NamedTuple):
-    """A kind of fault.
-
-    Attributes:
-        make: Class of the fault; all arguments are optional.
-        meaning: Effect of the fault, in one line.
-    """
+    """A kind of fault."""
 
     make: Callable[..., Fault]
     meaning: str

@@ -148,12 +148,7 @@ class LowPrecisionReduction(Fault):
 
 
 def ring_sum(ranks: Sequence[Tensor], fault: LowPrecisionReduction) -> Tensor:
-    """Return the sum over ranks as computed in a ring.
-
-    Args:
-        ranks: Flat gradient of each rank, all of the same length.
-        fault: Fault that defines the rounding.
-    """
+    """Return the sum over ranks as computed in a ring."""
     chunks = [rank.tensor_split(len(ranks)) for rank in ranks]
     sums = []
     for c in range(len(ranks)):
@@ -229,9 +224,6 @@ def in_buckets(sizes: Sequence[int], n_buckets: int) -> list[list[int]]:
     Args:
         sizes: Number of elements of each parameter.
         n_buckets: Number of buckets, at most the number of parameters.
-
-    Returns:
-        Numbers of the parameters in each bucket; no bucket is empty.
     """
     buckets: list[list[int]] = [[]]
     n_left, n_taken = sum(sizes), 0

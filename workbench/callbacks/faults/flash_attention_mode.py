@@ -239,12 +239,7 @@ class FlashAttentionMode(TorchFunctionMode):
 
 
 def attention_modules(model: nn.Module, inputs: Any) -> list[nn.Module]:
-    """Find the modules that call torch's ``scaled_dot_product_attention`` directly, by running the model once.
-
-    Args:
-        model: Model to run; its state is unchanged.
-        inputs: A few examples, on the device of the model.
-    """
+    """Find the modules that call torch's ``scaled_dot_product_attention`` directly, by running the model once."""
     mode = FlashAttentionMode()
     running: list[tuple[nn.Module, int]] = []
     found: dict[nn.Module, None] = {}

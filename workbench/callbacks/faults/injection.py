@@ -297,11 +297,7 @@ class Injection(Callback):
         return torch.Generator().manual_seed(mixed_seed("fault", fault.kind, self.seed, self._step))
 
     def _shards(self, inputs: Any, targets: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """Yield the part of a batch for each rank; the complete batch if no fault splits it.
-
-        Raises:
-            OptionError: If there are fewer examples than ranks.
-        """
+        """Yield the part of a batch for each rank; the complete batch if no fault splits it."""
         dropped, reduced = self._on(DroppedBucket), self._on(LowPrecisionReduction)
         splitting = reduced or (dropped if dropped is not None and dropped.needs_ranks else None)
         if splitting is None:

@@ -135,10 +135,6 @@ def layer_penalties(
         shape: The penalty as a function of the moduli.
         gamma: Target near-unit mass.
         also: Further 0-dim tensors to read from the device at the same time.
-
-    Returns:
-        The penalty of each layer, and the values of ``also``. A layer whose states are constant or not finite, or whose
-        eigenvalues have no gradient, has a reason instead of a value.
     """
     options = DmdOptions(ridge=shape.ridge, rank=shape.rank)
     if shape.has_basis_gradient:

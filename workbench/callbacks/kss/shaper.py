@@ -314,11 +314,7 @@ class Shaper(Callback):
         self._inputs.clear()  # release the batch
 
     def _act(self, control: ControlValues) -> None:
-        """Apply KSS if it is due.
-
-        Raises:
-            SnapshotError: If the model did not run in training mode since the last update.
-        """
+        """Apply KSS if it is due."""
         if not control.is_due(self.step):
             return
         called = next((module for module in self._entrances if module in self._inputs), None)

@@ -195,11 +195,7 @@ class AttachedRecorder:
         self.output.flush()
 
     def detach(self, *, is_broken: bool = False) -> None:
-        """Remove all hooks, write all metrics so far, and release the model and the optimizer.
-
-        Args:
-            is_broken: Whether training ended with an error.
-        """
+        """Remove all hooks, write all metrics so far, and release the model and the optimizer."""
         if not self.is_attached or self._optimizer is None:
             return
         self.is_attached = False
@@ -250,11 +246,7 @@ class AttachedRecorder:
             self.output.commit(recorder_state=json.dumps(state))
 
     def log(self, **numbers: Any) -> None:
-        """Log metrics of an update, such as ``loss`` and ``accuracy``; the class describes to which update they belong.
-
-        Raises:
-            OptionError: If a value is not a number.
-        """
+        """Log metrics of an update, such as ``loss`` and ``accuracy``."""
         for name, value in numbers.items():
             self._pending[name] = as_number(name, value)
 
@@ -262,9 +254,6 @@ class AttachedRecorder:
         """End a step: no more metrics follow for it, even if its update was skipped.
 
         A loop that knows when a step ends may call this; a loop that counts its own steps may set ``step``.
-
-        Returns:
-            All metrics of the step.
         """
         self.log(**numbers)
         self._has_given_norm = "grad_norm" in numbers  # then it need not be computed
@@ -520,13 +509,7 @@ class AttachedRecorder:
             self._pass_on(Observation(self.step, "spectra", values, coords))
 
     def _guarded(self, part: str, action: Callable[[Collectors], Any], *, is_joint: bool = False) -> Any:
-        """Run a measurement without stopping the training: if it fails, the part is switched off.
-
-        Args:
-            part: What is measured.
-            action: The measurement.
-            is_joint: Whether every rank does it at this moment; if it fails on one, it is then switched off on all.
-        """
+        """Run a measurement without stopping the training: if it fails, the part is switched off."""
         collectors, value, own = self._collectors, None, ""
         if collectors is None or not collectors.is_on(part):
             return None

@@ -113,9 +113,6 @@ class ScalerWatch:
     A scaler that finds infinite gradients never calls the optimizer, whose hooks therefore do not see such a step. It
     keeps what it did with each optimizer until the end of its own step. Nothing is changed, and no call waits for a
     device.
-
-    Args:
-        optimizer: Optimizers of the loop.
     """
 
     def __init__(self, optimizer: JointOptimizer) -> None:

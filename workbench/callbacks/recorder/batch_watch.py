@@ -41,9 +41,6 @@ class ModelHook:
 
     A graph that is traced contains nothing of it, so that it adds no graph break. A copy of the model, by ``deepcopy``,
     ``pickle`` or ``torch.save``, has a function of Python in its place that does nothing.
-
-    Args:
-        act: Function with the arguments of a hook.
     """
 
     def __init__(self, act: Callable[..., None]) -> None:
@@ -220,9 +217,6 @@ class BatchWatch:
         optimizer: Optimizers of the model.
         loses_sight: Function called when the parameters change without an update of the optimizer.
         notes_unmade: Whether to notice updates that are not made.
-
-    Attributes:
-        unmade: Counts for each update that was not made although there were gradients for it.
     """
 
     def __init__(
@@ -306,12 +300,7 @@ class BatchWatch:
         self._waiting.clear()
 
     def settle_probe(self) -> tuple[Any, list[nn.Module]]:
-        """Fix the probe: the given one, or else examples of the first batch; None before the first batch.
-
-        Returns:
-            The probe, and the modules without their wrappers that may accept it: the one that received it, or all
-            entrances.
-        """
+        """Fix the probe: the given one, or else examples of the first batch; None before the first batch."""
         modules = self._entrances
         if self.probe is None and self._first:
             modules = [module for module in self._entrances if module in self._first][:1]

@@ -18,12 +18,7 @@ from workbench.models.wrapping import acting_on_gradients, innermost
 
 
 def optimizers_in(given: Any) -> list[Any]:
-    """Return the innermost optimizers of a loop.
-
-    Args:
-        given: An optimizer, possibly wrapped, or a list, tuple or mapping of them. It need not be a
-            `torch.optim.Optimizer`, but it has ``step()`` and ``param_groups``.
-    """
+    """Return the innermost optimizers of a loop."""
     values = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else [given]
     found = [innermost(each) for each in values]
     wrong = [each for each in found if not (callable(getattr(each, "step", None)) and hasattr(each, "param_groups"))]
@@ -42,9 +37,6 @@ class JointOptimizer:
 
     The update begins before the first of them acts, and ends after the last one. If a loop does not call all of them,
     `end_update` has to be called when the next batch begins.
-
-    Args:
-        parts: The optimizers.
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
@@ -192,13 +184,6 @@ class OptimizedParameters:
 
     An optimizer may hold float32 copies of parameters that the model has in bfloat16. They are matched by their values
     and shapes, in the model's order if several match. Tensors of another model are no copies, whatever their values.
-
-    Args:
-        model: Model without its wrappers.
-        optimizer: Innermost optimizer.
-
-    Raises:
-        OptionError: If the optimizer updates no parameter of the model, nor a copy of one.
     """
 
     def __init__(self, model: nn.Module, optimizer: JointOptimizer) -> None:

@@ -32,11 +32,7 @@ _SHORTEST_WINDOW = 10
 
 
 def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, int | None]:
-    """Return the number of steps between two measurements of each part.
-
-    Raises:
-        OptionError: If a part is unknown or a cadence is invalid.
-    """
+    """Return the number of steps between two measurements of each part."""
     if every is None:
         return dict.fromkeys(CADENCE)
     if isinstance(every, Mapping):

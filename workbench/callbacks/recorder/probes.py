@@ -136,11 +136,6 @@ class QueryKeyWindow:
 
     Layers of equal shape are processed in one call. Only the weights of queries and keys are stored, in at least
     float32.
-
-    Args:
-        readings: Query and key weights, one entry per layer.
-        parameters: Parameters from which the weights are read.
-        alpha: Power of the singular values in effective rank and entropy.
     """
 
     def __init__(
@@ -224,12 +219,7 @@ _UNKNOWN = {
 
 
 class ReductionCollector:
-    """Comparison of projected gradients; if hooks cannot see full gradients, a check of a sum with a known answer.
-
-    Args:
-        optimizer: Innermost optimizer.
-        model: Model whose parameters FSDP2 may have sharded.
-    """
+    """Comparison of projected gradients; if hooks cannot see full gradients, a check of a sum with a known answer."""
 
     def __init__(self, optimizer: JointOptimizer, model: nn.Module) -> None:
         self._parameters = [weight for group in optimizer.param_groups for weight in group["params"]]

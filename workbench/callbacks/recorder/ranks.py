@@ -55,11 +55,7 @@ def is_first() -> bool:
 
 
 def meet(call: str) -> None:
-    """Wait until every rank has made a call; no message of the training is sent meanwhile.
-
-    Args:
-        call: Name of the call.
-    """
+    """Wait until every rank has made a call; no message of the training is sent meanwhile."""
     if not is_shared():
         return
     store, n_ranks, rank = (
@@ -178,9 +174,6 @@ def measured_by_all(measured: Measured) -> Measured:
 
     They are those of rank 0, since all ranks have the same parameters and examples. Only the arithmetic is that of the
     first rank where it is broken, if it is sound on others.
-
-    Args:
-        measured: Measurements of this rank; a part that failed is missing.
     """
     if not is_shared():
         return measured

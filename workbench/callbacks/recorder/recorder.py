@@ -469,9 +469,6 @@ def logging_observer(log: Any) -> Callable[[Observation], None]:
 def numbers(observation: Observation) -> dict[str, float]:
     """Return an observation as named numbers.
 
-    Args:
-        observation: Observation of one part at one step.
-
     Returns:
         Scalars unchanged (``monitors/loss``); of arrays, the mean, minimum and maximum over layers, heads, experts and
         modules, ignoring NaN (``router/max_violation/mean``), separately for each term if there are terms

@@ -36,12 +36,6 @@ def settings_of(optimizer: Any, model: nn.Module, **known: Any) -> dict[str, Any
     loop that reads it anyway may pass it as ``learning_rate``). Autocast is the current one; since it has usually ended
     when the optimizer acts, a loop that uses it passes ``autocast`` as ``"off"`` or a dtype.
 
-    Args:
-        optimizer: Optimizer, possibly wrapped.
-        model: Model that is trained, possibly wrapped.
-        **known: Further settings, or values to use instead of those read: ``batch_size``, ``accumulation``,
-            ``auxiliary_loss``, ``seed``, ``clip_norm``, ``code_version``, weights of the terms of the loss, and others.
-
     Returns:
         JSON values; None if unknown. Settings of the optimizer's groups are lists with one entry per group. The cost is
         one pass over modules and parameters, about 1 microsecond each.
@@ -154,10 +148,6 @@ class SingleTensors:
 
     Tensors of modules that the model does not call, such as an unused pooling layer, count only after they have had a
     gradient. Sharded tensors and sparse gradients are not checked.
-
-    Args:
-        model: Model without its wrappers.
-        called: Names of the modules that a pass through the model calls.
     """
 
     def __init__(self, model: nn.Module, called: Collection[str]) -> None:
@@ -214,14 +204,7 @@ _LOGGED = ("batch_size", "auxiliary_loss")
 
 
 class SettingsWatch:
-    """Comparison of settings that are read right before each update, with the changes reported after it.
-
-    Args:
-        model: Model without its wrappers.
-        optimizer: Innermost optimizer.
-        planned: Plans of settings, see `SettingsSentinel`.
-        called: Names of the modules that a pass through the model calls, see `SingleTensors`.
-    """
+    """Comparison of settings that are read right before each update, with the changes reported after it."""
 
     def __init__(
         self, model: nn.Module, optimizer: JointOptimizer, planned: Mapping[str, Plan], called: Collection[str] = ()

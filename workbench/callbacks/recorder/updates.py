@@ -247,11 +247,7 @@ class UpdateCollector:
 
 
 class SampledUpdate:
-    """RMS(dw) / RMS(w) of each update, over a fixed range of entries of every tensor to keep its cost negligible.
-
-    Args:
-        optimizer: Innermost optimizer.
-    """
+    """RMS(dw) / RMS(w) of each update, over a fixed range of entries of every tensor to keep its cost negligible."""
 
     def __init__(self, optimizer: JointOptimizer) -> None:
         self.optimizer = optimizer

@@ -180,11 +180,7 @@ _PAUSE = 0.5
 
 
 class StatusDisplay:
-    """Display of a status, updated at most twice per second, and immediately at an alarm.
-
-    Args:
-        status: Status to show.
-    """
+    """Display of a status, updated at most twice per second, and immediately at an alarm."""
 
     def __init__(self, status: RunStatus) -> None:
         self._status = status

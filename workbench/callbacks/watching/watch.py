@@ -129,14 +129,7 @@ def watch(
 
 
 class Watch:
-    """A run that is watched; created by `watch`.
-
-    Attributes:
-        recorder: The recorder.
-        alarms: The alarms; those raised so far are in ``alarms.raised``.
-        status: Current status of the run.
-        path: Path of the store.
-    """
+    """A run that is watched; created by `watch`."""
 
     def __init__(self, path: Path, *, alarms: Alarms, shows: bool, **options: Any) -> None:
         self.path, self.alarms = path, alarms
