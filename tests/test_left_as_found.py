@@ -26,9 +26,11 @@ from torch.nn.functional import cross_entropy
 
 import workbench as wb
 from tests.model_state import differences, frozen, output_of, state_of, state_of_optimizer, state_of_process, structure
+from workbench.callbacks.baselines.penalties import PenaltyTerms
 from workbench.diagnosis import check_fits
 from workbench.io.background_writer import RecordingWarning
 from workbench.koopman.spectra import RankWarning
+from workbench.probes.update import update_effect
 from workbench.training.callback import TrainingRun
 from workbench.zoo.constructors import is_zoo_model
 
@@ -219,7 +221,7 @@ def shaped(of, _):
 
 
 def penalized(of, _):
-    terms = wb.baselines.PenaltyTerms([wb.baselines.RandomL2()], model=of.model)
+    terms = PenaltyTerms([wb.baselines.RandomL2()], model=of.model)
     terms.read_anatomy(of.inputs)
     with torch.no_grad(), terms.watch(0):
         pass
@@ -303,7 +305,7 @@ def with_gradients_projected(of, _):
 
 def with_update_measured(of, _):
     before = {name: weight.detach() * 1.01 for name, weight in of.model.named_parameters()}
-    wb.probes.update_effect(of.model, of.loss, before)
+    update_effect(of.model, of.loss, before)
 
 
 def assessed(of, _):
@@ -355,7 +357,7 @@ CALLS = {
     "arithmetic": Call(with_arithmetic_checked, ("probes.precision_errors",)),
     # The forward pass belongs to this test, and that of transformers leaves hooks of its own.
     "gradients": Call(with_gradients_projected, ("probes.GradientProjections",), frozenset({"none"})),
-    "effect of an update": Call(with_update_measured, ("probes.update_effect",)),
+    "effect of an update": Call(with_update_measured),
     "first bad tensor": Call(
         lambda of, _: wb.probes.first_bad_tensor(of.model, lambda model: of.loss(model) * torch.inf),
         ("probes.first_bad_tensor",),
@@ -364,7 +366,7 @@ CALLS = {
     "watch": Call(watched, ("watch",), FEW),
     "attached fault": Call(broken, ("faults.Fault.attach",)),
     "KSS": Call(shaped, ("KSS.attach",)),
-    "penalties": Call(penalized, ("baselines.PenaltyTerms",)),
+    "penalties": Call(penalized),
     "faults": Call(injected, ()),
     "recomputation": Call(recomputed, ("faults.FlashAttentionMode.register_recomputation_hooks",)),
     "diagnosis": Call(diagnosed, ("diagnose", "run_experiment"), frozenset({"none"})),

@@ -11,7 +11,7 @@ from tests.about import about, says
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from tests.training.test_resuming import assert_resumes_bit_for_bit
-from workbench.callbacks.baselines.penalties import PenaltyTerms, pulled_back_square
+from workbench.callbacks.baselines.penalties import PenaltyTerms, Stream, pulled_back_square
 from workbench.errors import AnatomyError, OptionError, StoreError
 
 baselines = wb.baselines
@@ -32,7 +32,7 @@ def explicit_pass(model, tokens):
             x = block(x)
             leaving.append(x)
         logits = model.head(model.final_norm(x))
-    return logits, baselines.Stream(tuple(entering), tuple(leaving))
+    return logits, Stream(tuple(entering), tuple(leaving))
 
 
 def value_of(penalty, model, batch, *, step=0, seed=0):

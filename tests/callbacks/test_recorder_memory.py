@@ -13,7 +13,7 @@ from workbench.callbacks.recorder import collectors
 from workbench.callbacks.recorder.probes import ProbeCollector
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.models.calling import call_model
-from workbench.probes import update_effect
+from workbench.probes.update import update_effect
 
 EVERY = {"attention": None, "router": None, "optimizer": 1, "activations": None, "reduction": None, "update": 1}
 

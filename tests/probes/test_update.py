@@ -13,7 +13,7 @@ from torch import nn
 import workbench as wb
 from tests.about import about, says
 from workbench.errors import OptionError
-from workbench.probes import update_effect
+from workbench.probes.update import update_effect
 
 numbers = st.floats(-3, 3, allow_subnormal=False)
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from workbench.callbacks.actions import Actions
 from workbench.callbacks.alarms import Alarms
-from workbench.callbacks.baselines import Penalty, PenaltyTerms
+from workbench.callbacks.baselines import Penalty
+from workbench.callbacks.baselines.penalties import PenaltyTerms
 from workbench.callbacks.faults import Fault, Injection
 from workbench.callbacks.guard import Guard
 from workbench.callbacks.kss import KSS, Shaper

@@ -3,5 +3,3 @@ from .gradient_comparison import compare_gradients as compare_gradients
 from .gradient_projections import GradientProjections as GradientProjections
 from .precision import broken_arithmetic as broken_arithmetic
 from .precision import precision_errors as precision_errors
-from .reduction import known_answer_all_reduce as known_answer_all_reduce
-from .update import update_effect as update_effect

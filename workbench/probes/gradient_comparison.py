@@ -67,7 +67,6 @@ def compare_gradients(step: ProjectedGradients, earlier: Sequence[ProjectedGradi
 
     See Also:
         `workbench.probes.GradientProjections`: Computes the projections of a step.
-        `workbench.probes.known_answer_all_reduce`: Checks the reduction without gradients.
     """
     for age, before in enumerate(earlier, 1):
         if before.computed.shape != step.computed.shape:

@@ -117,7 +117,6 @@ def precision_errors(
 
     See Also:
         `workbench.probes.broken_arithmetic`: Evaluates the result.
-        `workbench.faults.LowPrecisionAttention`: A fault that it detects.
     """
     subject, model = model, unwrap(model)
     device = next((p.device.type for p in model.parameters()), "cpu")

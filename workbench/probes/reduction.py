@@ -117,15 +117,6 @@ def known_answer_all_reduce(like: Tensor) -> KnownAnswer:
 
     Raises:
         OptionError: If the number format is not one of float16, bfloat16, float32 and float64.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> wb.probes.known_answer_all_reduce(torch.zeros(1)).sentence
-        'There is only one process, so there is nothing to reduce.'
-
-    See Also:
-        `workbench.probes.compare_gradients`: Compares the gradients of a step themselves.
     """
     name = str(like.dtype).removeprefix("torch.")
     if name not in _FORMATS:

@@ -57,19 +57,6 @@ def update_effect(
 
     Raises:
         OptionError: If a name or shape does not match the model, or the loss is not a 0-dim tensor with a graph.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> before = {"weight": torch.ones(1, 1)}
-        >>> _ = model.load_state_dict({"weight": torch.zeros(1, 1)})
-        >>> effect = wb.probes.update_effect(model, lambda model: model(torch.ones(1, 1)).square().sum(), before)
-        >>> effect  # the loss w^2 fell from 1 to 0; its gradient, 2, predicted twice as much
-        UpdateEffect(change=-1.0, predicted=-2.0)
-
-    See Also:
-        `workbench.Recorder`: Records it every 50 updates.
     """
     model = unwrap(model)
     now = {name: weight.detach() for name, weight in model.named_parameters()}

@@ -368,7 +368,7 @@ REDUCTION: dict[str, Variable] = {
     ),
 }
 
-#: Effect of one update on the loss of fixed examples, see `workbench.probes.update_effect`.
+#: Effect of one update on the loss of fixed examples, see `probes.update.update_effect`.
 UPDATE: dict[str, Variable] = {
     "loss_change": Variable(("step",), "f", "loss change", "nat", "change on fixed examples by this update"),
     "predicted_loss_change": Variable(

@@ -28,9 +28,7 @@ from workbench.callbacks.baselines.penalties import (
     GradientPenalty,
     JacobianPenalty,
     Penalty,
-    PenaltyTerms,
     RandomL2,
-    Stream,
 )
 from workbench.errors import require_listed
 from workbench.models.parametrizations import LinearParametrization, SpectralNorm, WeightNorm, plain_copy
@@ -49,10 +47,8 @@ __all__ = [
     "Lion",
     "MuP",
     "Penalty",
-    "PenaltyTerms",
     "RandomL2",
     "SpectralNorm",
-    "Stream",
     "WeightNorm",
     "controls",
     "plain_copy",

@@ -48,17 +48,6 @@ class Stream:
     Attributes:
         entering: State entering each block, shape (batch, ..., feature).
         leaving: State leaving each block, of the same shape.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> state = torch.ones(1, 4, 8)
-        >>> stream = wb.baselines.Stream(entering=(state,), leaving=(2 * state,))
-        >>> stream.n_layers
-        1
-
-    See Also:
-        `workbench.baselines.Penalty`: Receives it.
     """
 
     entering: tuple[Tensor, ...]
@@ -99,7 +88,6 @@ class Penalty(ABC):
 
     See Also:
         `workbench.train`: Adds penalties to the loss.
-        `workbench.baselines.PenaltyTerms`: Adds penalties to the loss in a custom training loop.
     """
 
     is_second_order: ClassVar[bool] = False
@@ -312,23 +300,6 @@ class PenaltyTerms(Callback):
 
     Raises:
         OptionError: If an element of ``penalties`` is not a penalty.
-
-    Example:
-        >>> import torch
-        >>> import workbench as wb
-        >>> model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-        >>> tokens, targets = wb.tasks.random_tokens(length=8, batch_size=2).batch(0)
-        >>> terms = wb.baselines.PenaltyTerms([wb.baselines.RandomL2(coefficient=0.1)], model=model)
-        >>> terms.read_anatomy(tokens)
-        >>> with terms.watch(step=0) as penalty_of:
-        ...     loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        ...     penalty = penalty_of(loss)
-        >>> penalty.item() > 0
-        True
-
-    See Also:
-        `workbench.train`: Adds penalties by its argument ``penalties``.
-        `workbench.baselines.Penalty`: Base class of all penalties.
     """
 
     name = "penalties"
