@@ -94,3 +94,37 @@ def test_copies_hold_the_lessons_without_outputs_and_with_their_checks(tmp_path)
         *cells, last = nbformat.read(copied[name], 4).cells
         assert last.source == (notebooks.CHECKS / f"{name}.py").read_text(encoding="utf-8")
         assert not any(cell.get("outputs") for cell in cells)
+
+
+#: Public names that no page, notebook, widget or script mentions, and why they stay.
+KEPT = {
+    "a control of the paper, which `wb.baselines.controls` returns": (
+        "wb.baselines.ActivationVariance wb.baselines.Control wb.baselines.GradientPenalty "
+        "wb.baselines.JacobianPenalty wb.baselines.Lion wb.baselines.RandomL2 wb.baselines.SpectralNorm "
+        "wb.baselines.WeightNorm"
+    ),
+    "a kind of `wb.faults.catalog`, and its arithmetic": (
+        "wb.faults.CorruptedData wb.faults.DroppedBucket wb.faults.LowPrecisionAttention wb.faults.NoAuxiliaryLoss "
+        "wb.faults.SmallBatch wb.faults.StaleReduction wb.faults.cut_low_bits wb.faults.flash_attention"
+    ),
+    "a measure of the field": (
+        "wb.koopman.eigenmodes wb.koopman.mass_fractions wb.monitors.log_z wb.monitors.outlier_ratio "
+        "wb.monitors.router_conditioning wb.monitors.singular_values wb.monitors.spectral_entropy"
+    ),
+    "an exception that users catch": "wb.errors.AnatomyError wb.errors.CallError",
+    "the type of an argument, or a call that a report makes": (
+        "wb.Thresholds wb.hardware.assess_hardware wb.probes.first_bad_tensor wb.schema.EVENTS"
+    ),
+}
+#: Options that nobody passes by name; the number may only fall.
+N_OPTIONS = 478
+
+
+@pytest.mark.medium
+def test_what_nobody_uses_is_not_public():
+    spec = importlib.util.spec_from_file_location("unused", LAB.with_name("unused.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    names, options = module.unused()
+    assert names == sorted(" ".join(KEPT.values()).split())
+    assert len(options) <= N_OPTIONS
