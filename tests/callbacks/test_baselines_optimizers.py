@@ -9,6 +9,7 @@ from tests.about import about, says
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from tests.training.test_resuming import assert_resumes_bit_for_bit
+from workbench.callbacks.baselines.penalties import PenaltyTerms
 from workbench.errors import OptionError, StoreError
 
 baselines = wb.baselines
@@ -23,7 +24,7 @@ def loss_of(model, task, step, penalty=None):
     tokens, targets = task.batch(step)
     if penalty is None:
         return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-    terms = baselines.PenaltyTerms([penalty], model=model)
+    terms = PenaltyTerms([penalty], model=model)
     terms.read_anatomy(tokens)
     with terms.watch(step) as penalty_of:
         loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())

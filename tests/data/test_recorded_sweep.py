@@ -119,5 +119,5 @@ def test_a_re_run_ends_as_recorded(runs, which):
 def test_studies_are_selected_by_name(runs):
     norms = wb.samples.open("divergence_sweep", "norms")
     assert set(norms["study"].values.tolist()) == {"norms"}
-    with pytest.raises(wb.errors.StoreError, check=about("study", "nothing")):
+    with pytest.raises(wb.errors.StoreError, check=about("parts", "nothing")):
         wb.samples.open("divergence_sweep", "nothing")

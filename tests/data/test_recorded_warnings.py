@@ -13,9 +13,11 @@ pytestmark = pytest.mark.recorded
 
 #: Causes that no fault of the catalog produces.
 DAMAGED = {"damaged_weights", "damaged_optimizer_state", "repeated_data"}
-OTHERS = {"", "arithmetic", "changed_setting", "logit_growth"}
+#: Causes that a limit names.
+OF_LIMITS = {"no_gradient", "gradients_discarded"}
+OTHERS = {"", "unknown", "arithmetic", "changed_setting", "logit_growth"}
 #: Signals of alarms without calibration.
-SETTLED = {"arithmetic", "gradients", "data", "logits", "learning_rate", "batch_size", "auxiliary_loss"}
+SETTLED = {"arithmetic", "gradients", "data", "limits", "logits", "learning_rate", "batch_size", "auxiliary_loss"}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +53,7 @@ def test_it_is_consistent_with_itself(runs):
     assert not ((runs["mechanism_step"] < runs["first_step"]).values).any()
     np.testing.assert_array_equal(runs["is_harmful"].values, runs["harm_step"].notnull().values)
     assert set(runs["first_signal"].values.tolist()) <= {watched.name for watched in WATCHED} | SETTLED | {""}
-    causes = set(wb.faults.catalog()) | DAMAGED | OTHERS
+    causes = set(wb.faults.catalog()) | DAMAGED | OF_LIMITS | OTHERS
     assert set(runs["first_cause"].values.tolist()) | set(runs["expected_cause"].values.tolist()) <= causes
     is_healthy = runs["kind"].values == ""
     assert (runs["divergence"].values[is_healthy] == "").all()

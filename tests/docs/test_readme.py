@@ -95,7 +95,7 @@ def warnings():
     of = len(harmed)
     return (
         f"alarm within 50 steps in {percent(soon['first_step'], of)} harmful faults, "
-        f"{int(healthy['n_alarms'].sum())} false alarm in {int(healthy['n_steps'].sum()):,} healthy steps",
+        f"{int(healthy['n_alarms'].sum())} false alarms in {int(healthy['n_steps'].sum()):,} healthy steps",
         f"loss alone {percent(soon['loss_step'], of)}, gradient norm alone {percent(soon['grad_norm_step'], of)}",
     )
 

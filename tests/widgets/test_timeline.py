@@ -322,7 +322,7 @@ def test_it_can_be_had_as_a_figure(make, pair):
     assert (panel.x_range.start, panel.x_range.end) == (50, 100)
     low, high = panel.y_range.start, panel.y_range.end
     assert values.min() - 0.1 < low < values.min() < values.max() < high < values.max() + 0.1
-    assert [70, 70] in [curve["step"].tolist() for curve in rank if type(curve).__name__ == "Curve"]
+    assert [70] in [rule["step"].tolist() for rule in rank if type(rule).__name__ == "Segments"]
 
 
 def test_rows_of_a_store_that_grows_are_added_and_only_they_are_read(make, faulted, tmp_path, monkeypatch):

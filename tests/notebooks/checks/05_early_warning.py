@@ -23,18 +23,18 @@ attributions = runs["faulted"]["events"].to_dataset().to_dataframe().query("kind
 assert attributions.iloc[0].startswith("This looks like low precision attention")
 
 # ---- section 2: the recorded study, which does not depend on the machine
-assert reached["runs"].tolist() == [143, 143, 32, 143, 143]
-assert reached["all alarms"].tolist() == ["96%", "93%", "81%", "91%", "93%"]
+assert reached["runs"].tolist() == [138, 138, 29, 138, 138]
+assert reached["all alarms"].tolist() == ["98%", "95%", "86%", "84%", "89%"]
 assert reached["loss alone"].tolist()[:3] == ["31%", "17%", "0%"]
-assert reached["gradient norm alone"].tolist()[:3] == ["15%", "7%", "16%"]
-assert n_reached == 2
-assert int(false["n_alarms"]) == 1
+assert reached["gradient norm alone"].tolist()[:3] == ["15%", "7%", "17%"]
+assert n_reached == 1
+assert int(false["n_alarms"]) == 3
 assert kinds["n_harmful"].sum() == int(ew.harmful(locked).sum())
 assert len(kinds) <= 10
 by_probe = kinds["first_signal"].isin(["arithmetic", "gradients", "data"])  # probes that measure the cause
-assert kinds["n_harmful"][by_probe].sum() == 136
+assert kinds["n_harmful"][by_probe].sum() == 133
 assert not kinds["first_signal"].str.contains("D2").any()
-assert (failed.sizes["run"], late.sizes["run"], warned) == (7, 12, [3, 0, 0])
+assert (failed.sizes["run"], late.sizes["run"], warned) == (8, 12, [4, 0, 0])
 
 # ---- section 3: a custom loop
 own = wb.open_run(watch.path)

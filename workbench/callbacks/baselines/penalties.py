@@ -335,7 +335,7 @@ class PenaltyTerms(Callback):
             AnatomyError: If the residual stream cannot be identified with certainty, or there is no model yet.
         """
         if self.model is None:
-            raise AnatomyError("The penalties have no model yet; pass PenaltyTerms(model=), or train with them.")
+            raise AnatomyError("The penalties have no model yet; train with them.")
         inputs = on_device_of(self.model, take_examples(inputs, slice(0, 2)))
         self._anatomy = read_anatomy(self.model, inputs, stack=self.stack)
 

@@ -52,7 +52,6 @@ class DroppedBucket(Fault):
 
     See Also:
         `workbench.faults.StaleReduction`: Delays buckets instead of losing them.
-        `workbench.probes.known_answer_all_reduce`: Detects errors of the reduction.
     """
 
     kind: ClassVar[str] = "dropped_bucket"
@@ -120,7 +119,6 @@ class LowPrecisionReduction(Fault):
 
     See Also:
         `workbench.faults.cut_low_bits`: Sets low bits to zero.
-        `workbench.probes.known_answer_all_reduce`: Detects errors of the reduction.
     """
 
     kind: ClassVar[str] = "low_precision_reduction"
