@@ -155,7 +155,8 @@ def test_every_number_of_the_page(runs, faulted, harmed):
     )
     settings = (
         "found 137 of 143 (96 %) with 1 false alarm", "restart of the learning rate at step 2,000",
-        "its loss from 0.001 to 0.19", "standard deviations over 50 steps", "Intervals are 95 %", "an alarm within 50 steps", ", within 20 steps",
+        "its loss from 0.001 to 0.19", "standard deviations over 50 steps", "Intervals are 95 %",
+        "an alarm within 50 steps", ", within 20 steps",
         "(Qwen2, GPT-NeoX, Gemma 2, Qwen3-MoE; width 64, three blocks)", "random step from 400 to 600",
         "learned abruptly after 2,500 steps", "watched for 100 steps", "count alarms within 100 steps",
         "about step 5,000, the spectrum of dW at 13,000, the gradient norm at 21,000, the loss at 22,000",  # published
