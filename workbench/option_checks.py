@@ -118,7 +118,7 @@ USUAL_NAMES = {
 _PHRASES = {
     "Tensor": "a torch tensor", "ndarray": "a NumPy array", "Module": "a torch.nn.Module", "Generator": "a generator",
     "dtype": "a torch.dtype", "device": "a torch.device", "PathLike": "a path", "Path": "a pathlib.Path",
-    "Dataset": "an xarray Dataset", "DataTree": "an xarray DataTree",
+    "AnyOptimizer": "an optimizer", "Dataset": "an xarray Dataset", "DataTree": "an xarray DataTree",
     "DataArray": "an xarray DataArray", "Dimensioned": "a figure of wb.plots",
     "str": "text", "bytes": "bytes", "dict": "a mapping", "type": "a class",
 }  # fmt: skip

@@ -115,7 +115,7 @@ def test_alarms_are_causal(alarms, attributor):
 def test_a_larger_rate_of_false_alarms_leads_to_earlier_alarms(attributor):
     steps = []
     for rate in (100.0, 1.0, 1e-4):
-        alarms = Alarms(false_alarms=rate, attributor=attributor)
+        alarms = wb.Alarms(false_alarms=rate, attributor=attributor)
         steps.append(next(alarm.step for alarm in heard(alarms, measurements(loss_from=450)) if alarm.signal == "loss"))
     assert 450 < steps[0] <= steps[1] <= steps[2]
     alarms.false_alarms = 0.5
@@ -123,7 +123,7 @@ def test_a_larger_rate_of_false_alarms_leads_to_earlier_alarms(attributor):
     with pytest.raises(OptionError, check=about("false_alarms", -2)):
         alarms.false_alarms = -2
     with pytest.raises(OptionError, check=about("false_alarms", 0)):
-        Alarms(false_alarms=0, attributor=attributor)
+        wb.Alarms(false_alarms=0, attributor=attributor)
 
 
 def test_a_signal_that_becomes_nan_raises_an_alarm(alarms):

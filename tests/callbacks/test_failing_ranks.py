@@ -82,6 +82,8 @@ def test_training_is_identical_whatever_fails(long, kind, fault):
     run, missing = wb.open_run(folder / f"{kind} {fault}.zarr"), missing_in(folder / f"{kind} {fault}.zarr")
     assert run["monitors"].sizes["step"] == 6
     assert missing
-    assert all("on rank 1: " in message for message in missing.values())
+    others = [message for message in missing.values() if "sharded over ranks" not in message]
+    assert others
+    assert all("on rank 1: " in message for message in others)
     parts = {"pass": {"probe"}, "memory": {"optimizer"}, "methods": {"optimizer", "reduction"}}
     assert parts[fault] <= missing.keys()

@@ -181,7 +181,7 @@ def test_repeated_runs_are_diagnosed_as_recorded(script, runs, tmp_path):
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "cause", "block"),
-    [("architecture", "architecture", 1), ("hyperparameter", "schedule", -1), ("precision", "precision", -1)],
+    [("architecture", "architecture", 1), ("hyperparameter", "schedule", -1), ("precision", "precision", 2)],
 )
 def test_the_examples_are_diagnosed_and_decided(name, cause, block):
     place = DATA / "failures" / f"{name}.nc"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -45,8 +44,10 @@ class RunLock:
         raise StoreError(f"The run at {store} is being written by {writer}; close it first, or choose another path.")
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at interpreter exit
+        try:  # noqa: SIM105  contextlib may be gone at interpreter exit, where the system releases the lock
             self.release()
+        except Exception:  # noqa: BLE001
+            pass
 
     def release(self) -> None:
         """Release the lock; a forked child releases nothing."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,19 @@ from workbench.option_checks import NonNegativeFloat, PositiveInt, at_least, che
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
+
+
+class AnyOptimizer(Protocol):
+    """An optimizer, or several as one."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of parameters with their options."""
+
+    @property
+    def state(self) -> Any:
+        """State of each parameter."""
+
 
 #: Function from the model to its loss as a 0-dim tensor with a graph.
 LossOf = Callable[[nn.Module], Tensor]
@@ -82,7 +95,7 @@ def sharpness(
 def preconditioned_sharpness(
     model: Subject | nn.Module,
     loss_of: LossOf,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     *,
     tolerance: NonNegativeFloat = 1e-3,
     n_vectors: Annotated[int, at_least(3)] = 20,
@@ -136,7 +149,7 @@ def preconditioned_sharpness(
     return _largest_eigenvalue(model, loss_of, weights, roots, tolerance, n_vectors, n_products)
 
 
-def _root_of_preconditioner(optimizer: torch.optim.Optimizer, group: dict, weight: Tensor) -> Tensor:
+def _root_of_preconditioner(optimizer: AnyOptimizer, group: dict, weight: Tensor) -> Tensor:
     state = optimizer.state.get(weight, {})
     if "exp_avg_sq" not in state or "step" not in state or "betas" not in group:
         raise OptionError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -390,7 +390,7 @@ class Collectors:
         with self._passes():
             unscaled = sharpness(self.model, loss)
             try:
-                scaled = preconditioned_sharpness(self.model, loss, cast("torch.optim.Optimizer", self.optimizer))
+                scaled = preconditioned_sharpness(self.model, loss, self.optimizer)
             except OptionError:  # no second moments
                 scaled = math.nan
         return {
