@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+import workbench as wb
 from tests.about import about, says
 from tests.data_scripts import load_script
 from workbench.callbacks.alarms import WATCHED, Alarms, observations
