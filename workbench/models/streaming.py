@@ -83,8 +83,10 @@ class StreamedWeights:
         for module in self._parts:
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leave, always_call=True)
-            # A model may call a submodule of a block directly, as DiT does with the embedding in its first block.
-            for inner in list(module.modules())[1:] if module in members else ():
+            # A model may call a submodule of a block directly, as DiT does with the embedding in its first block. One
+            # without tensors needs none, and may be shared with other models, as OpenAI GPT's activation is.
+            inside = list(module.modules())[1:] if module in members else []
+            for inner in [each for each in inside if [*each.parameters(), *each.buffers()]]:
                 inner.register_forward_pre_hook(lambda *_, block=module: self._enter(block))
                 inner.register_forward_hook(lambda *_, block=module: self._leave(block), always_call=True)
 
