@@ -19,6 +19,7 @@ from workbench.option_checks import NonNegativeFloat, NonNegativeInt, PositiveFl
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_files import save as save_figure
+from workbench.plots.traces_figure import trace_panels
 from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
 from workbench.widgets.base import WorkbenchWidget
@@ -540,8 +541,8 @@ def live_figure(histories: Mapping[str, RunHistory], *, step: int | None = None,
         raise OptionError("There are no modes to draw yet; press Start and wait for the first step.")
     runs = {name: history.as_run() for name, history in histories.items() if history.n_done}
     maps = plots.eigenvalue_map(spectra, step="last", columns=2, backend=backend)
-    lines = plots.traces(runs, variables=_TRACES, backend=backend)
     with style.drawing(backend) as hv:
+        lines = trace_panels(hv, backend, runs, _TRACES, is_placed=False)
         # The traces share a step axis and have their legend at the side, so they are in one column.
         n_columns = max(len(spectra), 2)
         row = [[line, *(hv.Empty() for _ in range(n_columns - 1))] for line in lines]

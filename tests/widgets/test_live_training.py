@@ -493,7 +493,7 @@ def test_invalid_settings_are_rejected_immediately(make, task):
 @pytest.mark.slow
 def test_the_shown_step_is_that_of_the_figure_and_of_the_files(make, tmp_path):
     live = make(n_steps=9)
-    with pytest.raises(OptionError, check=about("runs")):
+    with pytest.raises(OptionError, check=says("There are no modes to draw yet; press Start")):
         live.figure()
     live.start()
     live.wait(120)

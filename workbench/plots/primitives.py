@@ -219,7 +219,7 @@ class Primitives:
         grid: bool = True,
         bare: tuple[bool, bool] = (False, False),
         bounds: tuple[float, float] | None = None,
-        at: tuple[int, int] = (0, 0),
+        at: tuple[int, int] | None = (0, 0),
         hooks: Sequence[Callable[..., None]] = (),
     ) -> Any:
         """Return everything drawn so far as a holoviews Overlay with options for this backend only.
@@ -237,7 +237,8 @@ class Primitives:
             grid: Whether grid lines are drawn.
             bare: Whether the axis has neither label nor numbers.
             bounds: Ends of the horizontal axis line; None selects the full frame.
-            at: Left and lower edge of the frame on a matplotlib figure, in the same pixels; bokeh ignores it.
+            at: Left and lower edge of the frame on a matplotlib figure, in the same pixels; None leaves it to
+                holoviews. bokeh ignores it.
             hooks: Further holoviews hooks for bokeh.
         """
         note = note if isinstance(note, str) else flowed(note, n_characters=size[0] // _PIXELS_A_LETTER)
@@ -255,7 +256,7 @@ class Primitives:
             styling |= {"legend_position": "right"} if legend else {}
             return overlay.opts(tools=["pan", "xwheel_zoom", "box_zoom", "reset", "save"], **styling)
         hooks = [style.dress_matplotlib, head_matplotlib(title, note), axes_matplotlib(ticks, formats)]
-        hooks += [frame_matplotlib(grid, bounds, (*at, *size)), bare_matplotlib(bare)]
+        hooks += [frame_matplotlib(grid, bounds, at, size), bare_matplotlib(bare)]
         hooks += [legend_matplotlib(self._legend)] if legend else []
         styling |= {"title": "", "show_legend": False, "aspect": size[0] / size[1]}
         return overlay.opts(hooks=hooks, **styling)
@@ -380,7 +381,7 @@ def axes_matplotlib(ticks: tuple[Any, Any], formats: tuple[str, str]) -> Callabl
 
 
 def frame_matplotlib(
-    grid: bool, bounds: tuple[float, float] | None, box: tuple[int, int, int, int]
+    grid: bool, bounds: tuple[float, float] | None, at: tuple[int, int] | None, size: tuple[int, int]
 ) -> Callable[..., None]:
     """Return a holoviews hook: the grid, the length of the horizontal axis, and the position of the frame.
 
@@ -396,8 +397,10 @@ def frame_matplotlib(
         if bounds is not None:
             frame.spines["bottom"].set_bounds(*bounds)
         frame.set_aspect("auto")
-        frame.set_box_aspect(None)
-        inches = Bbox.from_bounds(*(side / PIXELS_AN_INCH for side in box))
+        frame.set_box_aspect(size[1] / size[0] if at is None else None)
+        if at is None:
+            return
+        inches = Bbox.from_bounds(*(side / PIXELS_AN_INCH for side in (*at, *size)))
         # Evaluated when the figure is drawn, because holoviews changes the size of the figure after the hooks.
         frame.set_axes_locator(
             lambda axes, renderer: inches.transformed(axes.figure.dpi_scale_trans + axes.figure.transFigure.inverted())

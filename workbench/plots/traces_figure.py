@@ -85,6 +85,23 @@ def traces(
         `workbench.plots.timeline`: Draws signals together with events.
         `workbench.open_run`: Opens a recorded run.
     """
+    with style.drawing(backend) as hv:
+        drawn = trace_panels(hv, backend, runs, variables, statistic=statistic, shows_all=shows_all, places=places)
+        return style.laid_out(hv, drawn, backend)
+
+
+def trace_panels(
+    hv: Any,
+    backend: str,
+    runs: xr.DataTree | xr.Dataset | Mapping[str, xr.DataTree | xr.Dataset],
+    variables: str | Sequence[str],
+    *,
+    statistic: str = "mean",
+    shows_all: bool = False,
+    places: Mapping[str, int] | None = None,
+    is_placed: bool = True,
+) -> list[Any]:
+    """Return the panels of `traces`; unless ``is_placed``, holoviews places them, as in a figure with others."""
     trees = named_runs(runs, needs_spectra=False)
     order = style.model_places(trees, places)
     variables = [variables] if isinstance(variables, str) else list(variables)
@@ -98,10 +115,11 @@ def traces(
     steps = np.concatenate([line.step for panel in panels for line in panel.lines])
     first, last = (float(steps.min()), float(steps.max())) if len(steps) else (0.0, 1.0)
     span = padded(first, last, margin=0.02)
-    with style.drawing(backend) as hv:
-        n = len(panels)
-        drawn = [_panel(hv, backend, panel, order, span, n - 1 - index, n) for index, panel in enumerate(panels)]
-        return style.laid_out(hv, drawn, backend)
+    n = len(panels)
+    return [
+        _panel(hv, backend, panel, order, span, n - 1 - index, n, is_placed=is_placed)
+        for index, panel in enumerate(panels)
+    ]
 
 
 @dataclass(frozen=True)
@@ -263,7 +281,15 @@ def _numbers(values: xr.DataArray) -> np.ndarray:
 
 
 def _panel(
-    hv: Any, backend: str, panel: TracesPanel, places: Sequence[int], span: tuple[float, float], n_below: int, n: int
+    hv: Any,
+    backend: str,
+    panel: TracesPanel,
+    places: Sequence[int],
+    span: tuple[float, float],
+    n_below: int,
+    n: int,
+    *,
+    is_placed: bool,
 ) -> Any:
     """Draw one variable; ``n_below`` of the ``n`` panels are below it."""
     draw = Primitives(hv, backend, "step", hv.Dimension("value", label=panel.title))
@@ -288,5 +314,5 @@ def _panel(
         is_log=(False, panel.is_logarithmic),
         legend=n_below == n - 1,
         bare=(n_below > 0, False),
-        at=(0, n_below * (_SIZE[1] + _BETWEEN)),
+        at=(0, n_below * (_SIZE[1] + _BETWEEN)) if is_placed else None,
     )
