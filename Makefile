@@ -41,12 +41,12 @@ quick: venv  ## Up to 3 minutes: style, and unit tests that render no figure, st
 	$(MAKE) --no-print-directory style
 	$(UNIT) -m "not (slow or medium or render or subprocess or recorded or framework or smollm2)"
 
-test: venv sample  ## Up to 12 minutes, as in CI: lint, all unit tests except slow ones, first notebook, main browser tests
+test: venv sample  ## About 20 minutes, as in CI: lint, all unit tests except slow ones, first notebook, main browser tests
 	$(MAKE) --no-print-directory lint
 	$(UNIT) -m "not slow"
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync first_notebook main_browser
 
-full: venv sample  ## Half an hour, before a release: lint, all unit, notebook and browser tests
+full: venv sample  ## More than an hour, before a release: lint, all unit, notebook and browser tests
 	$(MAKE) --no-print-directory lint unit notebooks browser
 
 # mypy runs on one core, style and import checks on the other.

@@ -283,8 +283,7 @@ class Drawing:
             self._lead(draw, run_events, n - 1 - index)
         has_lead = any(run_events.lead is not None for run_events in self.all_events)
         view = (-0.45, n - 0.15 if has_lead else n - 0.55)
-        if self.selected is not None:
-            self._mark_selected(draw, view)
+        self._mark_selected(draw, view)
         names = [clipped(run_events.run, _LONGEST_NAME, keep_end=True) for run_events in self.all_events]
         lines = [part for line in accounts(self.all_events) for part in textwrap.wrap(line, _LONGEST_LINE)]
         lines += [flowed(marks_in_words(self.all_events), n_characters=_LONGEST_LINE), band]

@@ -576,11 +576,8 @@ def _recomputation_error(model: nn.Module) -> SnapshotError:
 def _control_of_first_rank(control: ControlValues) -> ControlValues:
     """Return the controls of rank 0 on every rank, in one message, or two if layers are given by number."""
     code = _CODES[control.layers] if isinstance(control.layers, str) else len(control.layers)
-    message = torch.tensor(
-        [control.enabled, control.strength, control.interval, control.gamma, code],
-        dtype=torch.float64,
-        device=message_device(),
-    )
+    values = [control.enabled, control.strength, control.interval, control.gamma, code]
+    message = torch.tensor(values, dtype=torch.float64, device=message_device())
     distributed.broadcast(message, src=0)
     enabled, strength, interval, gamma, code = message.tolist()
     layers: str | tuple[int, ...] | None = next((name for name, number in _CODES.items() if number == code), None)
