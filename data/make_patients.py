@@ -42,7 +42,7 @@ from recorded_players import RECORDED
 
 import workbench as wb
 from workbench.course import cures, n_patients, packed_runs, patient
-from workbench.course.case_files import FILE, RESULT, Truth, configuration, opened, opened_case, truth_of, whole_run
+from workbench.course.case_files import RESULT, Truth, configuration, opened, opened_case, truth_of, whole_run
 from workbench.course.cures import recovered_fraction
 from workbench.course.failure_runs import N_STEPS, SEED, SETUPS, Case, Plant, build
 from workbench.course.packed_runs import BITS, DEFAULT_BITS
@@ -54,6 +54,7 @@ from workbench.io.provenance import versions
 from workbench.models.losses import prediction_of, token_loss
 
 OUT = Path(__file__).parent
+FILE = OUT / "patients.nc"
 #: Kind of a fault -> number of draws for each setup. Only kinds that do harm in about half of the runs of the study, so
 #: that recording each run at once is faster than finding the harmful ones first.
 DRAWS = {

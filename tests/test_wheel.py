@@ -23,8 +23,6 @@ assert wb.__file__.startswith({wheel!r}), wb.__file__
 for name in dir(wb):
     getattr(wb, name)
 assert len(wb.samples.recorded_runs()) == 18
-assert wb.samples.open("divergence_sweep", "norms").sizes["run"]
-assert wb.samples.failed_run("precision").exists()
 assert wb.risk.shipped().deviations
 assert wb.Alarms(calibration=wb.alarms.Calibration.shipped()) is not None
 subject = wb.open_checkpoint(wb.samples.embedded("pre_ln"))
@@ -37,14 +35,21 @@ for ask in (lambda: wb.plots.eigenvalue_map(spectra), lambda: __import__("workbe
         assert 'pip install "stability-workbench[lab]"' in str(error), error
     else:
         raise AssertionError("no error")
+for ask in (lambda: wb.samples.open("rate_study"), lambda: wb.samples.failed_run("precision")):
+    try:
+        ask()
+    except wb.errors.StoreError as error:
+        assert 'pip install "stability-workbench[data]"' in str(error), error
+    else:
+        assert {has_studies}
 print("fine")
 """
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy, because setuptools leaves folders in the tree."""
-    folder = tmp_path_factory.mktemp("wheel")
+def wheels(tmp_path_factory):
+    """The wheel of the package and that of the recorded studies, from a copy: setuptools leaves folders in the tree."""
+    folder = tmp_path_factory.mktemp("wheels")
     source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -52,14 +57,15 @@ def wheel(tmp_path_factory):
     for name in ("workbench", "widgets", "data"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "--wheel-dir", folder, source], check=True, capture_output=True, timeout=300)
-    (file,) = folder.glob("*.whl")
-    return file
+    command = [*pip, "--wheel-dir", folder, source, source / "data"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    package, studies = sorted(folder.glob("*.whl"))
+    return package, studies
 
 
-def test_all_files_of_the_packages_are_in_the_wheel(wheel):
-    held = set(zipfile.ZipFile(wheel).namelist())
-    endings = {".py", ".pyi", ".js", ".css", ".json", ".jinja", ".typed", ".nc", ".safetensors", ".pt"}
+def test_both_wheels_have_all_files_of_the_packages_once(wheels):
+    package, studies = (set(zipfile.ZipFile(wheel).namelist()) for wheel in wheels)
+    endings = {".py", ".pyi", ".js", ".css", ".json", ".jinja", ".typed", ".nc", ".csv", ".safetensors", ".pt"}
     expected = {
         f"{package}/{file.relative_to(folder).as_posix()}"
         for package, folder in (
@@ -74,16 +80,22 @@ def test_all_files_of_the_packages_are_in_the_wheel(wheel):
         and "parts" not in file.parts
         and not {"widgets", "data"} & set(file.relative_to(folder).parts[:1])
     }
-    assert len(expected) > 400
-    assert not expected - held
-    assert not [name for name in held if name.startswith("workbench/data/") and name.endswith(".py")]
-    assert wheel.stat().st_size < 20e6
+    assert len(expected) > 300
+    assert not expected - package - studies
+    assert not package & studies
+    assert not [name for name in package | studies if name.startswith("workbench/data/") and name.endswith(".py")]
 
 
-def test_the_wheel_works_without_a_display_from_another_folder(wheel, tmp_path):
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "unpacked")
-    code = _IN_A_FRESH_PYTHON.format(wheel=str(tmp_path / "unpacked"), root=str(ROOT))
+def test_the_wheel_is_at_most_6_mb(wheels):
+    assert wheels[0].stat().st_size < 6e6
+
+
+@pytest.mark.parametrize("has_studies", [False, True])
+def test_the_wheel_works_without_a_display_from_another_folder(wheels, tmp_path, has_studies):
+    for wheel in wheels[: 1 + has_studies]:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(tmp_path / "unpacked")
+    code = _IN_A_FRESH_PYTHON.format(wheel=str(tmp_path / "unpacked"), root=str(ROOT), has_studies=has_studies)
     done = subprocess.run(
         [sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
     )

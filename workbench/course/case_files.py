@@ -7,20 +7,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.course import packed_runs
 from workbench.course.failure_runs import Case, Plant
-from workbench.errors import StoreError
 from workbench.schema.runs import SCHEMA_VERSION
+from workbench.studies import samples
 
 if TYPE_CHECKING:
     import xarray as xr
 
-FILE = Path(__file__).resolve().parents[1] / "data" / "patients.nc"
 #: Variables of the file that describe the result of a run, and with the prefix "control_" that of its control.
 RESULT = ("start_loss", "final_loss", "rise", "dead_share")
 
@@ -51,9 +49,7 @@ def opened() -> Iterator[xr.Dataset]:
     """Open the file of all cases without reading its records."""
     import xarray as xr
 
-    if not FILE.exists():
-        raise StoreError(f"{FILE} is missing; reinstall the workbench.")
-    with xr.open_dataset(FILE, engine="netcdf4") as data:
+    with xr.open_dataset(samples.recorded("patients.nc"), engine="netcdf4") as data:
         yield data
 
 

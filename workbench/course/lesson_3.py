@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,6 @@ from workbench.studies import samples
 if TYPE_CHECKING:
     import xarray as xr
 
-_ACCURACY = Path(__file__).resolve().parents[1] / "data" / "rate_accuracy.csv"
 _BARE = "No norm, Xavier"
 #: The rate of exercise 3.2, one of those that were recorded.
 _RATE = 0.01139
@@ -102,7 +100,8 @@ def _best_estimate() -> str:
     """The estimate of the useful edge that is most often within a factor of 1.6 on held-out families at 480 updates."""
     import pandas as pd
 
-    table = pd.read_csv(_ACCURACY).query("set == 'locked' and kind == 'model' and budget == 1000 and horizon == 480")
+    table = pd.read_csv(samples.recorded("rate_accuracy.csv"))
+    table = table.query("set == 'locked' and kind == 'model' and budget == 1000 and horizon == 480")
     columns = {"pilot": "1.6", "median edge": "by optimizer, 1.6", "one rate for all": "one rate, 1.6"}
     fractions = {name: float(table[column].iloc[0]) for name, column in columns.items()}
     return max(fractions, key=lambda name: fractions[name])

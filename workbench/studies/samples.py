@@ -198,7 +198,7 @@ def open(name: str, *parts: str) -> Any:
         A dataset in memory; a tree for ``"assessments"``.
 
     Raises:
-        StoreError: If there is no such study or part, or its file is missing.
+        StoreError: If there is no such study or part, or the recorded studies are not installed (extra `data`).
 
     Example:
         >>> import workbench as wb
@@ -217,9 +217,7 @@ def open(name: str, *parts: str) -> Any:
 
     if name not in STUDIES:
         raise StoreError.of("name", name, tuple(STUDIES))
-    file = _DATA / STUDIES[name]
-    if not file.exists():
-        raise StoreError(f"{file} is missing; reinstall the workbench.")
+    file = recorded(STUDIES[name])
     if name == "assessments":
         return open_run(file)
     with xr.open_dataset(file, engine="netcdf4") as data:
@@ -246,7 +244,7 @@ def failed_run(name: str) -> Path:
         name: "architecture", "hyperparameter", "precision" or "healthy".
 
     Raises:
-        StoreError: If there is no run of that name.
+        StoreError: If there is no run of that name, or the recorded studies are not installed (extra `data`).
 
     Example:
         >>> import workbench as wb
@@ -258,10 +256,10 @@ def failed_run(name: str) -> Path:
         `workbench.diagnose`: Diagnoses the run.
         `workbench.open_run`: Opens the run.
     """
-    file = _DATA / "failures" / f"{name}.nc"
-    if not file.exists():
-        raise StoreError.of("name", name, ("architecture", "hyperparameter", "precision", "healthy"))
-    return file
+    names = ("architecture", "hyperparameter", "precision", "healthy")
+    if name not in names:
+        raise StoreError.of("name", name, names)
+    return recorded(f"failures/{name}.nc")
 
 
 def paired_run(name: str) -> Path:
@@ -273,7 +271,7 @@ def paired_run(name: str) -> Path:
         name: "healthy" or "faulted".
 
     Raises:
-        StoreError: If there is no run of that name.
+        StoreError: If there is no run of that name, or the recorded studies are not installed (extra `data`).
 
     Example:
         >>> import workbench as wb
@@ -285,9 +283,23 @@ def paired_run(name: str) -> Path:
         `workbench.alarms.lead_time`: How early the alarms are.
         `workbench.early_warning`: Evaluates the recorded study of alarms.
     """
-    file = _DATA / "paired_runs" / f"{name}.nc"
-    if not file.exists():
+    if name not in ("healthy", "faulted"):
         raise StoreError.of("name", name, ("healthy", "faulted"))
+    return recorded(f"paired_runs/{name}.nc")
+
+
+def recorded(name: str) -> Path:
+    """Return the path of a file of recorded studies.
+
+    Raises:
+        StoreError: If the recorded studies are not installed.
+    """
+    file = _DATA / name
+    if not file.exists():
+        raise StoreError(
+            f"{name} belongs to the recorded studies, which are a package of their own; install it with "
+            'pip install "stability-workbench[data]", or from a clone with pip install ./data.'
+        )
     return file
 
 
