@@ -8,7 +8,6 @@ place where runs are read, so that no symptom can use them.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -233,8 +232,3 @@ def _divergence(run: xr.DataTree) -> int | None:
     n_missing = len(loss) - 1 - good[-1]
     is_usual = n_missing <= max(np.diff(good, prepend=-1)) - 1 or np.isfinite(norm[good[-1] + 1 :]).any()
     return None if is_usual else int(steps[good[-1] + 1])
-
-
-def finite_log10(value: float, least: float = 1e-12) -> float:
-    """Return log10 of a number clipped below at ``least``; NaN if it is not finite."""
-    return math.log10(max(value, least)) if math.isfinite(value) else math.nan

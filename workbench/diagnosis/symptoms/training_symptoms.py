@@ -1,0 +1,325 @@
+"""Symptoms of what is trained how: the curves of the log, the updates, the sharpness, and the settings.
+
+No setting is assumed to be wrong in itself; the fit of the rules determines how much evidence each is. The recorded
+study also evaluates the diagnosis without settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from workbench.diagnosis.failed_run import Record
+from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.symptoms.symptom import Symptom, finite_log10, fold, in_steps, ramp, symptom_of
+from workbench.formatting import capitalized
+from workbench.schema.statuses import FailureKind, SymptomKind
+from workbench.training.training_plan import SCHEDULES
+
+#: The rate jumps if it rises by this factor from one step to the next; jumps in the first few steps are ignored.
+_JUMP, _FIRST = 1.5, 4
+#: A jump of rate or updates may precede the failure by at most the first number of steps, or follow it by at most the
+#: second, because noise makes the onset uncertain.
+_BEFORE, _AFTER = 40, 20
+#: Number of steps on either side of a burst that it is compared with.
+_SIDE = 15
+#: Rate and updates have decayed below this fraction of their peak.
+_DECAYED = 0.1
+#: Product of learning rate and sharpness above which a quadratic loss diverges: preconditioned by Adam at beta1 = 0.9
+#: (arXiv:2207.14484), and under gradient descent.
+EDGES = {"preconditioned_sharpness_rate": 38.0, "sharpness_rate": 2.0}
+
+
+def training_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
+    """Yield the symptoms of loss, gradient norm, learning rate, updates, sharpness and settings."""
+    yield from _of_the_loss(record, failure)
+    yield from _of_the_gradients(record, failure)
+    yield from _of_the_rate(record, failure)
+    if record.has("optimizer", "update_ratio"):
+        yield from _of_updates(record, failure)
+    yield from _of_curvature(record, failure)
+    yield from _of_batches(record, failure)
+    yield from _of_plan(record)
+
+
+def _of_the_loss(record: Record, failure: Failure) -> Iterator[Symptom]:
+    steps, loss = record.steps, record.values("monitors", "loss")
+    first, low = float(loss[0]), float(np.nanmin(failure.smooth))
+    n_before, at, end = failure.step - int(steps[0]), failure.step, int(steps[-1])
+    is_divergence, is_spike = failure.kind is FailureKind.DIVERGED, failure.kind is FailureKind.SPIKE
+    yield symptom_of(
+        "fails_at_once", n_before, level=math.log10(1 + n_before), strength=None if is_divergence else 0.0, step=at,
+        how=capitalized(failure.words),
+    )  # fmt: skip
+    sentence = f"The run diverged at step {record.diverged_at}." if is_divergence else ""
+    yield symptom_of(
+        "diverges", float(record.diverged_at or math.nan), strength=float(is_divergence), step=at, sentence=sentence
+    )
+    drop = (first - low) / first if first > 0 else math.nan
+    is_flat = failure.is_stalled and float(failure.smooth[0]) - low <= failure.floor  # also if a trained model goes on
+    if math.isfinite(drop) and not is_flat:
+        strength = None if failure.is_stalled else 0.0
+        yield symptom_of("hardly_learns", drop, strength=strength, step=at, first=first, low=low)
+        yield symptom_of("learns", drop, step=at, first=first, low=low)
+    learned = float(failure.smooth[0]) - low
+    if learned > 0:
+        undone = float(failure.smooth[-1]) - low
+        lost = undone / learned if undone > failure.floor else 0.0  # noise alone undoes all of a decrease by noise
+        yield symptom_of("ends_above_its_best", lost, step=end, undone=100 * min(lost, 1))
+    sentence = f"Of a rise of {failure.rise:.3g} nat, {{p:.0f}} % was recovered by the end." if is_spike else ""
+    strength = failure.recovered if is_spike else 0.0
+    yield symptom_of("spike_recovers", failure.recovered, strength=strength, step=at, sentence=sentence)
+    if is_spike or is_divergence:
+        tall = failure.smooth[failure.row :] - failure.smooth[failure.row]
+        n_rising = int(np.argmax(tall >= 0.5 * np.nanmax(tall))) if np.nanmax(tall) > 0 else 1
+        span = in_steps(max(n_rising, 1))
+        yield symptom_of("abrupt", n_rising, level=math.log10(1 + n_rising), step=at, span=span)
+        yield from _of_a_burst(loss, failure)
+    # The growth of the loss's relative noise from step to step since the start.
+    known = np.flatnonzero(np.isfinite(loss) & (loss > 0))
+    if len(known) >= 4 * _SIDE:
+        moves = np.abs(np.diff(loss[known])) / loss[known][:-1]
+        parts = [float(np.median(part)) for part in np.array_split(moves[3:], 4)]
+        rise = max(parts[1:]) / parts[0] if parts[0] > 0 else math.nan
+        if math.isfinite(rise):
+            yield symptom_of("loss_scatters_more", rise, step=end)
+    noise = _relative_noise(loss, failure)
+    if math.isfinite(noise):
+        yield symptom_of("loss_noise", noise, step=at)
+    if (n_classes := record.n_classes) and n_classes > 1:
+        guess = math.log(n_classes)
+        yield symptom_of("first_loss", first, level=first / guess, reference=guess, step=int(steps[0]), guess=guess)
+
+
+def _of_a_burst(loss: np.ndarray, failure: Failure) -> Iterator[Symptom]:
+    """Yield how far the loss lies above the steps before and after a burst, relative to its noise."""
+    rises = failure.smooth - np.minimum.accumulate(failure.smooth)
+    peak, first = int(np.argmax(rises)), failure.row + 1
+    back = np.flatnonzero(rises[peak:] < 0.5 * rises[peak])
+    last = peak + int(back[0]) if len(back) else len(loss)
+    sides = [loss[max(0, first - _SIDE) : first], loss[last : last + _SIDE]]
+    inside = loss[first:last]
+    if min(len(inside), *map(len, sides)) >= 3 and failure.noise > 0:
+        height = float(np.nanmedian(inside) - max(np.nanmedian(side) for side in sides)) / failure.noise
+        yield symptom_of("loss_stands_above_both_sides", height, step=failure.step, span=in_steps(len(inside)))
+
+
+def _relative_noise(loss: np.ndarray, failure: Failure) -> float:
+    """Return the relative noise of the loss from step to step shortly before the failure, or at the end."""
+    end = len(loss) if failure.is_stalled else max(failure.row + 1, 8)
+    part = loss[max(0, end - 80) : end]
+    part = part[np.isfinite(part)]
+    if len(part) < 8:
+        return math.nan
+    level = float(np.median(part))
+    return 1.48 * float(np.median(np.abs(np.diff(part)))) / math.sqrt(2) / level if level > 0 else math.nan
+
+
+def _of_the_gradients(record: Record, failure: Failure) -> Iterator[Symptom]:
+    norm = record.monitor("grad_norm")
+    if norm is None:
+        return
+    steps, row = record.steps, failure.row
+    yield symptom_of("first_gradient", float(norm[np.isfinite(norm)][0]), step=steps[0])
+    logs = np.log10(np.maximum(np.where(np.isfinite(norm), norm, np.nan), 1e-12))
+    window = logs[max(0, row - 60) : row + 1]
+    window = window[np.isfinite(window)]
+    if len(window) >= 10:
+        scatter = float(1.48 * np.median(np.abs(np.diff(window))) / math.sqrt(2))
+        yield symptom_of("gradient_noise", scatter, step=failure.step, factor=10**scatter)
+    if failure.is_stalled:
+        late = logs[-max(5, len(logs) // 10) :]
+        change = float(np.nanmedian(late) - np.nanmedian(logs[: max(5, len(logs) // 10)]))
+        yield symptom_of("gradients_fade", 10**change, level=change, step=steps[-1])
+        return
+    before = logs[max(0, row - 40) : max(1, row - 8)]
+    build_up = (
+        float(np.nanmedian(logs[max(0, row - 3) : row + 1]) - np.nanmedian(before)) if len(before) >= 3 else math.nan
+    )
+    if math.isfinite(build_up):
+        burst = float(np.nanmax(logs[row : row + 15]) - np.nanmedian(before))
+        yield symptom_of("gradients_build_up", 10**build_up, level=build_up, step=failure.step)
+        yield symptom_of("gradients_burst", 10**burst, level=burst, step=failure.step)
+
+
+def _of_the_rate(record: Record, failure: Failure) -> Iterator[Symptom]:
+    rate = record.monitor("learning_rate")
+    if rate is None or not np.nanmax(rate) > 0:
+        return
+    steps, row = record.steps, failure.row
+    peak = float(np.nanmax(rate))
+    factors = np.ones(len(rate))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factors[1:] = rate[1:] / np.maximum(rate[:-1], peak * 1e-6)
+    factors[:_FIRST] = 1.0
+    near = slice(max(0, row - _BEFORE), min(len(rate), row + _AFTER + 1)) if not failure.is_stalled else slice(None)
+    factors = np.where(np.isfinite(factors), factors, 1.0)
+    at = int(np.argmax(factors[near])) + near.indices(len(rate))[0]
+    factor, sentence = float(factors[at]), ""
+    if has_jumped := factor >= _JUMP:
+        n = failure.step - int(steps[at])
+        when = (
+            f", {in_steps(abs(n))} {'before' if n > 0 else 'after'} the failure" if n else ", the step of the failure"
+        )
+        when = "" if failure.is_stalled else when
+        sentence = f"The learning rate rose {fold(factor)} from one step to the next at step {steps[at]}{when}."
+    yield symptom_of("rate_jumps", factor, strength=None if has_jumped else 0.0, step=steps[at], sentence=sentence)
+    decayed = float(np.mean(rate[int(np.nanargmax(rate)) :] < _DECAYED * peak)) if len(rate) > 1 else 0.0
+    yield symptom_of("rate_is_spent", decayed, strength=None if failure.is_stalled else 0.0, step=steps[-1])
+    start = float(rate[0] / np.nanmax(rate[: max(2, len(rate) // 3)]))
+    yield symptom_of("starts_at_full_rate", start, step=steps[0])
+    # First row at which the rate was as high as at the failure.
+    top = int(np.argmax(rate >= 0.98 * np.nanmax(rate[: max(row + 1, 2)])))
+    is_rising = not failure.is_stalled and row > 0 and rate[row] < 0.98 * peak and top >= row - 2
+    yield symptom_of(
+        "fails_in_warm_up", float(rate[row]), strength=float(is_rising), reference=peak, step=failure.step,
+        sentence="The run failed while the learning rate was rising, at {v:.3g}." if is_rising else "",
+    )  # fmt: skip
+
+
+def _of_updates(record: Record, failure: Failure) -> Iterator[Symptom]:
+    """Yield the symptoms of the part ``optimizer``, as medians over the blocks."""
+    steps, ratio = record.steps_of("optimizer"), _over_blocks(record, "update_ratio")
+    at = failure.last_row(steps)
+    yield symptom_of("update_size", float(np.nanmax(ratio[: at + 1])), step=steps[at])
+    yield symptom_of("first_update", float(ratio[0]), step=steps[0])
+    yield from _of_their_course(failure, steps, ratio)
+    if record.has("optimizer", "gradient_signal_share"):  # McCandlish et al. 2018, arXiv:1812.06162
+        signal = _over_blocks(record, "gradient_signal_share")[: at + 1]
+        if np.isfinite(signal).any():
+            best = int(np.nanargmax(signal))
+            yield symptom_of("gradients_are_noise", float(np.clip(signal[best], 0, 1)), step=steps[best])
+    yield from _shortfall(record, steps, at)
+    if record.has("optimizer", "unchanged_share"):  # weights that an update leaves exactly unchanged, by rounding
+        unchanged = _over_blocks(record, "unchanged_share")[: at + 1]
+        if (rate := record.monitor("learning_rate")) is not None:  # at a rate of 0 no weight should change
+            unchanged = np.where(np.interp(steps[: at + 1], record.steps, rate) > 0, unchanged, np.nan)
+        if np.isfinite(unchanged).any():
+            yield symptom_of("weights_stay_unchanged", float(np.nanmedian(unchanged)), step=steps[at])
+    if record.has("optimizer", "gradient_rms_over_eps"):
+        over = float(np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: at + 1]))
+        yield symptom_of("eps_rules", over, step=steps[at])
+    if record.has("optimizer", "adam_staleness"):
+        near = np.nanmax(record.values("optimizer", "adam_staleness"), axis=1)[max(0, at - 1) : at + 3]
+        found = float(np.nanmax(near)) if np.isfinite(near).any() else math.nan
+        if math.isfinite(found):
+            yield symptom_of("staleness", found, step=steps[at])
+    if record.has("optimizer", "module_weight_norm"):
+        weights = _over_blocks(record, "module_weight_norm")
+        yield symptom_of("weights_grow", float(weights[-1] / weights[0]), step=steps[-1], first=steps[0])
+
+
+def _of_their_course(failure: Failure, steps: np.ndarray, ratio: np.ndarray) -> Iterator[Symptom]:
+    """Yield how the norm of the updates changes over the run: at the start, suddenly near the failure, or fading."""
+    if len(ratio) < 4 or not np.isfinite(ratio).all() or not (ratio > 0).all():
+        return
+    start = float(ratio[0] / np.max(ratio[: max(2, len(ratio) // 3)]))
+    yield symptom_of("starts_with_full_updates", start, step=steps[0])
+    near = np.arange(2, len(ratio))
+    if not failure.is_stalled:
+        near = near[(steps[near] >= failure.step - _BEFORE) & (steps[near] <= failure.step + _AFTER)]
+    leaps = ratio[near] / ratio[near - 1]
+    at = int(near[np.argmax(leaps)]) if len(near) else 1
+    leap = float(ratio[at] / ratio[at - 1]) if len(near) else 1.0
+    yield symptom_of("updates_leap", leap, step=steps[at], before=steps[at - 1])
+    peak = int(np.argmax(ratio))
+    faded = float(np.mean(ratio[peak:] < _DECAYED * ratio[peak]))
+    yield symptom_of("updates_fade", faded, strength=None if failure.is_stalled else 0.0, step=steps[-1])
+
+
+def _shortfall(record: Record, steps: np.ndarray, at: int) -> Iterator[Symptom]:
+    """Yield whether updates have the magnitude that the rate implies: for Adam about the rate per weight and step."""
+    rate = record.monitor("learning_rate")
+    needed = ("module_weight_norm", "module_grad_norm", "gradient_rms")
+    if rate is None or not all(record.has("optimizer", name) for name in needed):
+        return
+    weight, norm, rms = (record.values("optimizer", name) for name in needed)
+    rate_there = np.interp(steps, record.steps, rate)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        # The root of the number of weights.
+        size = np.sqrt(np.nanmedian(np.where(rms > 0, (norm / rms) ** 2, np.nan), axis=0))
+        moved = record.values("optimizer", "update_ratio") * weight / size
+        relative = np.nanmedian(moved[:, _blocks(record)], axis=1) / np.where(rate_there > 0, rate_there, np.nan)
+    known = relative[: at + 1][np.isfinite(relative[: at + 1])]
+    if not len(known):
+        return
+    found = float(np.median(known))
+    yield symptom_of("updates_fall_short", found, step=steps[at])
+    if record.has("optimizer", "gradient_rms_over_eps"):
+        over = np.nanmedian(_over_blocks(record, "gradient_rms_over_eps")[: at + 1])
+        is_small = ramp(finite_log10(float(over)), 0.7, 2.0, high=1)
+        strength = is_small * ramp(abs(finite_log10(found) + 0.25), 0.3, 0.9)
+        yield symptom_of("updates_get_lost", found, strength=strength, step=steps[at], over=over)
+
+
+def _blocks(record: Record) -> np.ndarray:
+    """Return the indices of the blocks among the modules; all indices if no module is a block."""
+    part = record.parts["optimizer"]
+    layer = part["layer"].values if "layer" in part.coords else np.arange(part.sizes["module"])
+    found = np.flatnonzero(layer >= 0)
+    return found if len(found) else np.arange(part.sizes["module"])
+
+
+def _over_blocks(record: Record, name: str) -> np.ndarray:
+    """Return the median over the blocks of a variable of the optimizer, shape (step,)."""
+    return np.nanmedian(record.values("optimizer", name)[:, _blocks(record)], axis=1)
+
+
+def _of_curvature(record: Record, failure: Failure) -> Iterator[Symptom]:
+    """Yield the largest product of rate and sharpness before the failure, relative to the edge of stability."""
+    name = next((name for name in EDGES if record.has("curvature", name)), None)
+    if name is None:
+        return
+    steps = record.steps_of("curvature")
+    values = record.values("curvature", name)[: failure.last_row(steps) + 1] / EDGES[name]
+    if np.isfinite(values).any():
+        at = int(np.nanargmax(values))
+        yield symptom_of("rate_over_edge", float(values[at]), place=f"curvature/{name}", step=steps[at])
+
+
+def _of_batches(record: Record, failure: Failure) -> Iterator[Symptom]:
+    rows = record.monitor("batch_size")
+    if rows is None:
+        if given := record.setting("task", "batch_size"):
+            size, kind = float(given), SymptomKind.CONFIGURATION
+            yield symptom_of("few_rows", size, level=math.log2(max(size, 1)), place="", kind=kind)
+        return
+    at = len(rows) - 1 if failure.is_stalled else min(failure.row + 1, len(rows) - 1)
+    there, first = float(np.nanmedian(rows[max(0, at - 5) : at + 1])), float(np.nanmedian(rows[:5]))
+    yield symptom_of("few_rows", there, level=math.log2(max(there, 1)), step=record.steps[at])
+    last = float(np.nanmedian(rows[-5:]))
+    drop = math.log2(first / last) if first > 0 and last > 0 else 0.0
+    yield symptom_of("batches_shrink", last / first if first > 0 else math.nan, level=drop, first=first, last=last)
+
+
+def _of_plan(record: Record) -> Iterator[Symptom]:
+    training = record.setting("training", default={})
+    if not training:
+        return
+    optimizer = str(training.get("optimizer", "")).lower()
+    options = training.get("optimizer_options") or {}
+    eps = options.get("eps", 1e-8 if "adam" in optimizer else None)
+    if isinstance(eps, int | float):
+        yield symptom_of("eps_setting", float(eps), level=finite_log10(float(eps), 1e-30))
+    if (warmup := training.get("warmup")) is not None:
+        yield symptom_of("no_warm_up_setting", float(warmup), strength=0.0 if warmup else 1.0, warmup=warmup)
+    schedule = str(training.get("schedule", "constant"))
+    is_custom = float(schedule not in SCHEDULES)
+    which = "a custom function" if is_custom else schedule
+    yield symptom_of("own_schedule_setting", is_custom, strength=is_custom, which=which)
+    clip = training.get("clip_norm")
+    how = f"clipped at {clip:g}" if clip else "not clipped"
+    yield symptom_of("no_clipping_setting", float(clip or math.nan), strength=0.0 if clip else 1.0, how=how)
+    if (norm := record.setting("model", "config", "norm")) is not None:
+        is_none = float(norm == "none")
+        yield symptom_of("no_norm_setting", is_none, strength=is_none, norm=norm)
+    if (balance := record.setting("model", "config", "balance_coefficient")) is not None:
+        if balance <= 0:
+            yield symptom_of("balance_setting", balance, strength=1.0)
+        else:
+            yield symptom_of("balance_setting", balance, level=abs(math.log10(balance / 0.01)))
+    if (precision := training.get("precision")) is not None:
+        is_low = float(precision != "float32")
+        yield symptom_of("low_precision_setting", is_low, strength=is_low, which=precision)
