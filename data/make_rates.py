@@ -29,9 +29,8 @@ from rate_designs import FAMILIES, N_STEPS, SEED_OF_SETUPS, Design, designs
 
 import workbench as wb
 from workbench.errors import SweepError
-from workbench.rates.outcomes import LossTable
+from workbench.rates.outcomes import LossTable, UsefulBand, useful_band
 from workbench.rates.rate_search import power_of
-from workbench.rates.useful_band import UsefulBand, useful_band
 
 N_EVALUATIONS, N_SNAPSHOTS = 20, 1024
 SEEDS = (1, 2, 3)

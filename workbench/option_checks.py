@@ -556,6 +556,29 @@ def checked(target: Target) -> Target:
     return _checked_function(target, target.__qualname__)
 
 
+def unpacking(options: Mapping[str, tuple[Any, Any]], *, first: str = "") -> Callable[[Target], Target]:
+    """Return a decorator that shows options in the signature of a function in place of its ``**options``.
+
+    Args:
+        options: Name -> annotation and default.
+        first: The option in place of the function's ``*args``, if it has these.
+    """
+
+    def decorate(function: Target) -> Target:
+        given = inspect.signature(function)
+        kinds = {each.kind for each in given.parameters.values()}
+        shown = [each for each in given.parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        for name, (annotation, default) in options.items():
+            is_first = name == first and inspect.Parameter.VAR_POSITIONAL in kinds
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if is_first else inspect.Parameter.KEYWORD_ONLY
+            shown.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+        shown.sort(key=lambda each: each.kind)
+        function.__signature__ = given.replace(parameters=shown)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
 def check_fields(instance: Any) -> None:
     """Check the fields of a dataclass, which may be of a subclass that a user has defined without `checked`."""
     cls: Any = type(instance)

@@ -16,8 +16,7 @@ from workbench.hardware.plan_files import AssessmentPlan
 from workbench.hardware.plan_sections import DTYPES, ORDERS, SECTIONS
 from workbench.models.model_sizes import model_sizes
 from workbench.tasks.images import Digits
-from workbench.tasks.synthetic import SyntheticLM
-from workbench.tasks.uniform import RandomTokens
+from workbench.tasks.sequences import RandomTokens, SyntheticLM
 from workbench.training.training_plan import SCHEDULES
 
 SIZES = st.integers(1, 4096)

@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 import workbench as wb
 from tests.about import says
 from workbench.errors import SchemaError
-from workbench.rates.outcomes import LossTable, count_lasting_spikes, held_out_at, rate_outcomes
-from workbench.rates.useful_band import largest_useful_loss, rate_sensitivity, useful_band
+from workbench.rates.outcomes import (
+    LossTable,
+    count_lasting_spikes,
+    held_out_at,
+    largest_useful_loss,
+    rate_outcomes,
+    rate_sensitivity,
+    useful_band,
+)
 
 RATES = 1e-3 * 1.5 ** np.arange(-6, 7)
 

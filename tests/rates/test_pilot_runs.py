@@ -9,6 +9,7 @@ import workbench as wb
 from tests.about import says
 from workbench.errors import OptionError
 from workbench.rates.rate_search import LoopRuns, ModelRuns
+from workbench.training.training_plan import TrainingPlan
 
 NO_LIMITS = [math.inf] * 3
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 8}
@@ -19,7 +20,9 @@ def task():
 
 
 def runs_of(model, source=None, **settings):
-    return ModelRuns(model, task() if source is None else source, settings, n_longest=10, n_seeds=1)
+    return ModelRuns(
+        model, task() if source is None else source, TrainingPlan(n_steps=10, **settings), n_longest=10, n_seeds=1
+    )
 
 
 def test_losses_do_not_depend_on_previous_runs():
@@ -36,7 +39,7 @@ def test_losses_do_not_depend_on_previous_runs():
 @pytest.mark.parametrize("averages_parameters", [False, True])
 def test_the_loss_is_that_of_held_out_examples_after_training(averages_parameters):
     model = wb.zoo.transformer(**SIZE)
-    runs = ModelRuns(model, task(), {"warmup": 50}, 10, 1, averages_parameters)
+    runs = ModelRuns(model, task(), TrainingPlan(n_steps=10, warmup=50), 10, 1, averages_parameters)
     found = runs.losses(1e-2, 0, [8, 10], NO_LIMITS)
     other = copy.deepcopy(model)
     records = wb.train(other, task(), n_steps=10, learning_rate=1e-2, warmup=3)  # a third of the updates
@@ -55,7 +58,9 @@ def test_the_trivial_loss_is_that_of_the_frequencies():
     _, targets = task().held_out(4096)
     counts = torch.bincount(torch.cat([task().batch(i)[1].flatten() for i in range(100)]), minlength=32) + 1.0
     assert runs.trivial_loss == pytest.approx(float(-(counts / counts.sum()).log()[targets].mean()))
-    custom = ModelRuns(wb.zoo.transformer(**SIZE), task(), {}, 10, 1, loss=lambda logits, targets: logits.mean())
+    custom = ModelRuns(
+        wb.zoo.transformer(**SIZE), task(), TrainingPlan(n_steps=10), 10, 1, loss=lambda logits, targets: logits.mean()
+    )
     assert math.isnan(custom.trivial_loss)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import workbench as wb
-from workbench.tasks.synthetic import segments
+from workbench.tasks.sequences import segments
 from workbench.tasks.task import mixed_seed
 
 LONGEST = 20  # a pattern of 5 tokens, repeated 4 times

@@ -15,8 +15,8 @@ import workbench as wb
 from tests.about import about
 from workbench.errors import OptionError
 from workbench.tasks.images import split_rows
+from workbench.tasks.sequences import split_text
 from workbench.tasks.task import mixed_seed, shuffled_rows
-from workbench.tasks.text import split_text
 
 tasks = wb.tasks
 MAKERS = [tasks.associative_recall, tasks.text_bytes, tasks.synthetic_lm, tasks.random_tokens, tasks.digits]

@@ -9,7 +9,7 @@ from tests.about import says
 from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
 from workbench.errors import WorkbenchError
 from workbench.models.router_weights import Router
-from workbench.zoo.mixture import balance_loss
+from workbench.zoo.decoders import balance_loss
 
 
 def as_mixtral(model):

@@ -7,7 +7,7 @@ from scipy.interpolate import BSpline
 
 import workbench as wb
 from tests.zoo.zoo_models import TEXT, perturbed
-from workbench.zoo.splines import KanLayer, b_spline_bases
+from workbench.zoo.blocks import KanLayer, b_spline_bases
 
 grids = {
     "n_grid": st.integers(1, 12),

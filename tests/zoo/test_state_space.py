@@ -3,7 +3,7 @@ import torch
 
 import workbench as wb
 from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
-from workbench.zoo.state_space import selective_scan
+from workbench.zoo.decoders import selective_scan
 
 NAMES = {
     "mixer_norm": "norm", "mixer.expand": "mixer.in_proj", "mixer.convolution": "mixer.conv1d",

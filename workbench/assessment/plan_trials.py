@@ -20,7 +20,7 @@ from workbench.models.losses import prediction_of, token_loss
 from workbench.models.probing import undisturbed
 from workbench.rates.find_rate import FoundRates, extrapolated, find_rate, furthest, with_estimates
 from workbench.tasks import as_task
-from workbench.tasks.later_batches import LaterBatches
+from workbench.tasks.task import LaterBatches
 from workbench.training.training_plan import DEFAULT_RATE, TrainingPlan
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import torch
 
 from workbench.course.exercises import ChoiceExercise, FunctionExercise, NumberExercise
 from workbench.models.profile import profile
-from workbench.tasks.text import text_bytes
+from workbench.tasks.sequences import text_bytes
 from workbench.zoo.constructors import transformer
 
 if TYPE_CHECKING:

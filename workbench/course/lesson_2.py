@@ -12,7 +12,7 @@ from workbench.flow import measure
 from workbench.koopman.measures import depth_thirds
 from workbench.models.profile import profile
 from workbench.studies import samples
-from workbench.tasks.text import text_bytes
+from workbench.tasks.sequences import text_bytes
 from workbench.zoo.constructors import transformer
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from workbench.plots.dataset_columns import require_variables
 from workbench.plots.figure_files import redrawable
 from workbench.plots.primitives import Primitives, decades
 from workbench.plots.run_losses import draw_runs
-from workbench.rates.useful_band import mean_over_seeds
+from workbench.rates.outcomes import mean_over_seeds
 
 if TYPE_CHECKING:
     import xarray as xr

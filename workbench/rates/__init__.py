@@ -16,8 +16,14 @@ from __future__ import annotations
 
 from workbench.option_checks import publish
 from workbench.rates.find_rate import Estimate, FoundRates
-from workbench.rates.outcomes import count_lasting_spikes, loss_over_rates, rate_outcomes
-from workbench.rates.useful_band import UsefulBand, rate_sensitivity, useful_band
+from workbench.rates.outcomes import (
+    UsefulBand,
+    count_lasting_spikes,
+    loss_over_rates,
+    rate_outcomes,
+    rate_sensitivity,
+    useful_band,
+)
 
 __all__ = [
     "Estimate",

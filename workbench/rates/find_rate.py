@@ -6,7 +6,6 @@ learning rates (``data/fit_rates.py``).
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import time
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import numpy as np
 import torch
@@ -25,7 +24,8 @@ from workbench.errors import OptionError
 from workbench.formatting import counted, duration, rounded
 from workbench.io.progress import Progress
 from workbench.models.losses import token_loss
-from workbench.option_checks import NonNegativeInt, PositiveFloat, PositiveInt, Remedy, above, at_least, checked, one_of
+from workbench.option_checks import PositiveFloat, PositiveInt, Remedy, above, at_least, checked, one_of
+from workbench.rates.outcomes import RESOLUTION
 from workbench.rates.rate_search import (
     HIGHEST,
     LONGEST_SHARE,
@@ -37,8 +37,7 @@ from workbench.rates.rate_search import (
     Round,
     has_learned_more,
 )
-from workbench.rates.useful_band import RESOLUTION
-from workbench.training.training_plan import NO_OPTIONS, TrainingPlan
+from workbench.training.training_plan import TrainingOptions, TrainingPlan, takes_settings
 from workbench.zoo.module_of import HoldsModel
 
 if TYPE_CHECKING:
@@ -181,7 +180,7 @@ class FoundRates:
 
     Attributes:
         n_steps: Updates of the planned training.
-        slow_edge: Estimate of the smallest useful rate (`workbench.rates.useful_band`).
+        slow_edge: Estimate of the smallest useful rate (`workbench.rates.outcomes`).
         best_rate: Estimate of the best rate.
         useful_edge: Estimate of the largest useful rate.
         reason: Why the estimates are NaN, and what to do; empty if the rates are known.
@@ -337,6 +336,7 @@ def is_of_adam(optimizer: Any) -> bool:
 
 
 @checked
+@takes_settings(without=("learning_rate", "seed", "loss_limit", "grad_norm_limit", "stops_at_divergence"))
 def find_rate(
     model: HoldsModel | nn.Module | Callable[[int], nn.Module] | None = None,
     task: Any = None,
@@ -346,14 +346,9 @@ def find_rate(
     loop: Callable[[float, int], Iterable[float]] | None = None,
     n_seeds: PositiveInt = 2,
     start: PositiveFloat | None = None,
-    warmup: NonNegativeInt = 0,
-    schedule: str | Callable[[int], float] = "constant",
-    optimizer: str | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
-    optimizer_options: Mapping[str, Any] = NO_OPTIONS,
-    clip_norm: PositiveFloat | None = None,
-    precision: str = "float32",
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     progress: bool | Callable[[str], None] = True,
+    **settings: Unpack[TrainingOptions],
 ) -> FoundRates:
     """Estimate the best learning rate and the band of useful rates of a planned training by a pilot.
 
@@ -379,19 +374,15 @@ def find_rate(
         loop: A custom training loop instead of model and task: a function of a learning rate and a seed that trains a
             new model at this rate, constant after a short warm-up, and yields the training loss of each update. It runs
             only as long as needed, and is then closed. It must not end early at large losses; `workbench.train` needs
-            ``stops_at_divergence=False`` for that. Of the settings below, only ``start`` and ``schedule`` (of the
+            ``stops_at_divergence=False`` for that. Of the other settings, only ``start`` and ``schedule`` (of the
             planned training) can be combined with a loop.
         n_seeds: Maximum number of seeds.
         start: Learning rate at which the search begins, between 1e-9 and 1e6; if None, 0.003, or 0.1 for SGD.
-        warmup: As in `workbench.train`.
-        schedule: As in `workbench.train`; the pilot itself uses a constant rate.
-        optimizer: As in `workbench.train`, but not an existing optimizer.
-        optimizer_options: As in `workbench.train`.
-        clip_norm: As in `workbench.train`.
-        precision: As in `workbench.train`.
         loss: As in `workbench.train`.
         progress: Show the progress; or a function that receives a message after each update and may end the pilot by
             raising an exception.
+        **settings: Settings of the training as in `workbench.train`. The pilot itself has a constant rate; an existing
+            optimizer cannot be used.
 
     Returns:
         The estimated rates. Print them for a summary; `workbench.plots.pilot_losses` draws their ``data``.
@@ -415,26 +406,18 @@ def find_rate(
     """
     if (loop is None) == (model is None) or (model is None) != (task is None):
         raise OptionError("find_rate() needs either a model and a task, or loop=.")
-    if isinstance(optimizer, torch.optim.Optimizer):
+    plan = TrainingPlan(n_steps=n_steps, **settings)
+    if isinstance(plan.optimizer, torch.optim.Optimizer):
         raise OptionError(
             "An existing optimizer cannot be used on copies of the model; name its class, or pass a function that "
             "creates it."
         )
     if start is not None and not LOWEST < start < HIGHEST:
         raise OptionError.of("start", start, f"a learning rate between {LOWEST:g} and {HIGHEST:g}")
-    settings: dict[str, Any] = {
-        "warmup": warmup,
-        "schedule": schedule,
-        "optimizer": optimizer,
-        "optimizer_options": optimizer_options,
-        "clip_norm": clip_norm,
-        "precision": precision,
-    }
-    plan = TrainingPlan(n_steps=n_steps, learning_rate=start, **settings)
-    of_run = {name: value for name, value in settings.items() if name != "schedule"}
     if loop is not None:
-        defaults = inspect.signature(find_rate).parameters
-        if given := [name for name, value in {**of_run, "loss": loss}.items() if value != defaults[name].default]:
+        default = TrainingPlan(n_steps=n_steps, schedule=plan.schedule)
+        given = [name for name in settings if getattr(plan, name) != getattr(default, name)]
+        if given := [*given, *(["loss"] if loss is not token_loss else [])]:
             word = "it" if len(given) == 1 else "them"
             raise OptionError(f"{', '.join(given)} cannot be combined with loop=; set {word} in the loop.")
     start_time = time.monotonic()
@@ -443,13 +426,14 @@ def find_rate(
             runs: PilotRuns = LoopRuns(loop, bar.update)
         elif model is not None:
             longest = min(n_steps, math.ceil(LONGEST_SHARE * budget))
+            constant = replace(plan, schedule="constant")
             runs = ModelRuns(
-                model, task, of_run, longest, n_seeds, averages_parameters=decays(plan), loss=loss, on_update=bar.update
-            )
-        first = _START_OF_SGD if isinstance(optimizer, str) and optimizer.lower() == "sgd" else _START
-        rounds, is_interrupted = _rounds(
-            RateSearch(runs, budget, n_steps, n_seeds), first if plan.learning_rate is None else plan.learning_rate
-        )
+                model, task, constant, longest, n_seeds, averages_parameters=decays(plan), loss=loss,
+                on_update=bar.update,
+            )  # fmt: skip
+        first = _START_OF_SGD if str(plan.optimizer).lower() == "sgd" else _START
+        rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), start or first)
+    optimizer = plan.optimizer
     name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
     found = FoundRates(
         n_steps, UNKNOWN, UNKNOWN, UNKNOWN, "", runs.n_updates, time.monotonic() - start_time, rounds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
 
@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from workbench.callbacks.train import train
 from workbench.errors import OptionError
 from workbench.formatting import counted
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import prediction_of, token_loss
 from workbench.models.probing import undisturbed
-from workbench.rates.useful_band import REFERENCE_SHARE, RESOLUTION, UsefulBand, useful_band
+from workbench.models.streaming import require_in_memory
+from workbench.rates.outcomes import REFERENCE_SHARE, RESOLUTION, UsefulBand, useful_band
 from workbench.tasks import Task, as_task
-from workbench.tasks.later_batches import LaterBatches
 from workbench.tasks.random_stream import RandomStream
-from workbench.tasks.target_frequencies import frequency_loss
+from workbench.tasks.task import LaterBatches, frequency_loss
+from workbench.training.loop import Training
+from workbench.training.recording import Recording
+from workbench.training.training_plan import TrainingPlan
 from workbench.zoo.module_of import HoldsModel, module_of
 
 #: Token states of the held-out examples of a task; batches held out from a task without such examples, at most a fifth.
@@ -62,8 +64,8 @@ class ModelRuns:
         model: Model with the initial parameters of every run, or a function that creates one from a seed; it is not
             changed.
         task: The task.
-        settings: Arguments of `workbench.train` except the learning rate, the number of updates and the seed. The
-            warm-up is limited to a third of the updates of a run.
+        plan: Settings of the runs except the learning rate, the number of updates and the seed. The warm-up is limited
+            to a third of the updates of a run.
         n_longest: Updates of the longest run. Each seed reads a different part of the data stream.
         n_seeds: Maximum number of seeds.
         averages_parameters: Whether the loss is that of the parameters averaged over the last fifth of the updates,
@@ -74,7 +76,7 @@ class ModelRuns:
 
     model: HoldsModel | nn.Module | Callable[[int], nn.Module]
     task: Any
-    settings: dict[str, Any]
+    plan: TrainingPlan
     n_longest: int
     n_seeds: int
     averages_parameters: bool = False
@@ -103,13 +105,15 @@ class ModelRuns:
         """Train a new run and return its held-out losses; see `PilotRuns.losses`."""
         model = self._new_model(seed)
         mean = AveragedModel(model) if self.averages_parameters else None
-        settings = {**self.settings, "warmup": min(self.settings.get("warmup", 0), int(_WARMUP_FRACTION * steps[-1]))}
+        require_in_memory(model, "Training")
+        plan = replace(
+            self.plan, n_steps=steps[-1], learning_rate=rate, seed=seed, stops_at_divergence=False,
+            warmup=min(self.plan.warmup, int(_WARMUP_FRACTION * steps[-1])),
+        )  # fmt: skip
+        batches = LaterBatches(self._data, seed * self.n_longest)
         found: list[float] = []
         n_done, is_finite = 0, True
-        for record in train(
-            model, LaterBatches(self._data, seed * self.n_longest), n_steps=steps[-1], learning_rate=rate, seed=seed,
-            loss=self.loss, stops_at_divergence=False, **settings,
-        ):  # fmt: skip
+        for record in Training(model, batches, plan, Recording(), self.loss, ()).steps():
             self.n_updates += 1
             n_done, is_finite = record.step + 1, math.isfinite(record.loss) and math.isfinite(record.grad_norm)
             self.on_update()

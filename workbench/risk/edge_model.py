@@ -61,7 +61,7 @@ class EdgeModel:
     """Normal distributions of the logarithms of three edges, whose means are linear in features of a design.
 
     Slow and useful edge are the ends of the band of learning rates at which a design learns well
-    (`workbench.rates.useful_band`); from the explosion edge on, a run diverges by RKSP's limits. The probability that a
+    (`workbench.rates.outcomes`); from the explosion edge on, a run diverges by RKSP's limits. The probability that a
     rate is too large is the probability that the useful edge lies below it, and likewise for the other outcomes. The
     standard deviation of each edge is that of families held out from the fit, so it includes what the features do not
     explain in a new family. Designs that learned at no rate have no edges, so the probabilities hold for designs that

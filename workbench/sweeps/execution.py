@@ -26,8 +26,7 @@ from workbench.schema.sweeps import LOSS_WINDOW
 from workbench.sweeps.case_measures import measure_row
 from workbench.sweeps.run_settings import RunSettings
 from workbench.sweeps.sweep_store import SweepStore, open_sweep
-from workbench.tasks.target_frequencies import frequency_loss
-from workbench.tasks.task import SeededTask
+from workbench.tasks.task import SeededTask, frequency_loss
 from workbench.training.step_record import StepRecord
 
 if TYPE_CHECKING:

@@ -17,11 +17,8 @@ See Also:
 
 from workbench.option_checks import publish
 from workbench.tasks.images import digits
-from workbench.tasks.recall import associative_recall
-from workbench.tasks.synthetic import synthetic_lm
+from workbench.tasks.sequences import associative_recall, random_tokens, reference_passages, synthetic_lm, text_bytes
 from workbench.tasks.task import Inputs, Task
-from workbench.tasks.text import reference_passages, text_bytes
-from workbench.tasks.uniform import random_tokens
 from workbench.tasks.user_data import as_task
 
 __all__ = [

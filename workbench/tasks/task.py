@@ -1,12 +1,12 @@
-"""The interface of tasks, and the base class of tasks that are generated from a seed."""
+"""The interface of tasks, the base class of tasks that are generated from a seed, and what every task has."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
-from itertools import count
+from dataclasses import asdict, dataclass, replace
+from itertools import count, islice
 from numbers import Integral
 from typing import Annotated, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
@@ -194,3 +194,46 @@ def shuffled_rows(n_rows: int, *, batch_size: int, index: int, key: tuple[str | 
         order = torch.randperm(n_rows, generator=torch.Generator().manual_seed(mixed_seed(*key, e)))
         rows[epoch == e] = order[position[epoch == e] % n_rows]
     return rows
+
+
+@dataclass(frozen=True)
+class LaterBatches:
+    """Task whose stream begins at a later batch of another task.
+
+    Args:
+        task: The other task.
+        first: Number of its batch with which the stream begins.
+    """
+
+    task: Task
+    first: int
+
+    def stream(self, start: int = 0) -> Iterator[tuple[Inputs, Tensor]]:
+        """Return the batches, counted from the first one."""
+        return self.task.stream(self.first + start)
+
+    def probe(self, n_tokens: int) -> Inputs:
+        """Return the probe of the task."""
+        return self.task.probe(n_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the description of the task, with the number of its first batch."""
+        return {**self.task.describe(), "from_batch": self.first}
+
+
+#: Number of batches in which targets are counted.
+_N_COUNTED = 100
+
+
+def frequency_loss(task: Task, targets: Tensor) -> float:
+    """Compute the mean cross entropy, in nats, of the predictor that knows only the frequencies of the classes.
+
+    Args:
+        task: Task whose first 100 batches are counted. One is added to each count, so that no probability is 0.
+        targets: Classes to predict, of any shape; negative ones are ignored.
+    """
+    known = torch.cat([seen.flatten() for _, seen in islice(task.stream(0), _N_COUNTED)])
+    known, targets = known[known >= 0], targets[targets >= 0]
+    n_classes = int(max(known.max(), targets.max())) + 1
+    counts = known.bincount(minlength=n_classes) + 1.0
+    return float(-(counts / counts.sum()).log()[targets].mean())

@@ -22,11 +22,6 @@ from workbench.io.atomic import check_free
 from workbench.io.provenance import versions
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
-from workbench.koopman.spectra import RankWarning
-from workbench.models.anatomy import read_anatomy
-from workbench.models.batches import Batches
-from workbench.models.profile import profile
-from workbench.models.residual_check import require_residuals
 from workbench.models.run_checkpoints import latest_checkpoint
 from workbench.models.subject import Subject
 from workbench.option_checks import PositiveInt, checked
@@ -85,6 +80,11 @@ class SpectraTaker:
     """Repeated measurement of the spectra of one model on the same inputs."""
 
     def __init__(self, model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
+        # Most runs of a pilot or a sweep take no spectra, and need none of this.
+        from workbench.models.anatomy import read_anatomy
+        from workbench.models.batches import Batches
+        from workbench.models.residual_check import require_residuals
+
         self.subject = Subject(model, type(model).__name__, f"module {type(model).__qualname__}")
         self.inputs = inputs
         self.options = dict(options)
@@ -97,6 +97,9 @@ class SpectraTaker:
 
     def take(self, step: int) -> xr.Dataset:
         """Compute the spectra after ``step`` updates, dims ``step``, ``layer`` and ``mode``, padded to all modes."""
+        from workbench.koopman.spectra import RankWarning
+        from workbench.models.profile import profile
+
         options = {"progress": False, **self.options, "anatomy": self._anatomy}
         with warnings.catch_warnings():
             if self._has_warned:  # one warning suffices, as the data have the rank of each layer

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_type_hints
 
 import torch
 from torch import nn
 
 from workbench.errors import OptionError
-from workbench.option_checks import Bound, Measured, NonNegativeInt, PositiveFloat, PositiveInt, checked, one_of
+from workbench.option_checks import (
+    Bound,
+    Measured,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    checked,
+    one_of,
+    unpacking,
+)
 from workbench.training.muon import muon_for
 from workbench.zoo.module_of import module_of
 
@@ -146,6 +155,36 @@ class TrainingPlan:
         if loss > self.loss_limit:
             return "loss"
         return "grad_norm" if grad_norm > self.grad_norm_limit else ""
+
+
+class TrainingOptions(TypedDict, total=False):
+    """Fields of `TrainingPlan` but ``n_steps``, as arguments of functions that train; see `takes_settings`."""
+
+    learning_rate: PositiveFloat | None
+    warmup: NonNegativeInt
+    schedule: str | Callable[[int], float]
+    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    optimizer_options: Mapping[str, Any]
+    clip_norm: PositiveFloat | None
+    precision: str
+    seed: int
+    loss_limit: Bound
+    grad_norm_limit: Bound
+    stops_at_divergence: bool
+
+
+Trains = TypeVar("Trains", bound=Callable[..., Any])
+
+
+def takes_settings(*, without: Collection[str] = ()) -> Callable[[Trains], Trains]:
+    """Return a decorator that shows fields of `TrainingPlan` in a signature in place of ``**settings``.
+
+    Args:
+        without: Fields that the function does not take.
+    """
+    hints = get_type_hints(TrainingOptions, include_extras=True)
+    defaults = {each.name: NO_OPTIONS if each.default is MISSING else each.default for each in fields(TrainingPlan)}
+    return unpacking({name: (kind, defaults[name]) for name, kind in hints.items() if name not in without})
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:

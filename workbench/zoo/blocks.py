@@ -1,4 +1,4 @@
-"""Residual blocks of transformers, and the base class of all models of the zoo."""
+"""Residual blocks and their branches (attention, MLPs, splines), and the base class of all models of the zoo."""
 
 from __future__ import annotations
 
@@ -10,12 +10,220 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from workbench.zoo.branch_parts import Branch, branch_scale, inner_norm, norm, scalar_bias
-
 if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.zoo.architecture_config import ArchitectureConfig
+
+
+class Branch(nn.Module, ABC):
+    """Base class of the branches of a residual block, whose outputs are added to the stream."""
+
+    @abstractmethod
+    def path(self) -> list[list[Tensor]]:
+        """Return the weights on the path of the stream through the branch, layer by layer from first to last."""
+
+
+class ScalarBias(nn.Module):
+    """The map x + b with one scalar b for all features, initially 0 (Fixup)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x + b, shaped like ``x``."""
+        return x + self.bias
+
+    def reset_parameters(self) -> None:
+        """Reset the parameter to its initial value."""
+        nn.init.zeros_(self.bias)
+
+
+class ScalarScale(nn.Module):
+    """The map a x with one scalar a per branch (the multiplier of Fixup, the alpha of ReZero)."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.start = start
+        self.scale = nn.Parameter(torch.empty(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return a x, shaped like ``x``."""
+        return self.scale * x
+
+    def reset_parameters(self) -> None:
+        """Reset the parameter to its initial value."""
+        nn.init.constant_(self.scale, self.start)
+
+
+def norm(config: ArchitectureConfig) -> nn.Module:
+    """Create the normalization of the stream that ``config.norm`` names."""
+    if config.norm == "none":
+        return nn.Identity()
+    if config.norm == "rms_norm":
+        return nn.RMSNorm(config.d_model, eps=config.norm_eps)
+    return _layer_norm(config, config.d_model)
+
+
+def inner_norm(config: ArchitectureConfig, width: int) -> nn.Module:
+    """Create the second norm of SubLN, inside each branch (Wang et al. 2022, arXiv:2210.06423); else the identity."""
+    return _layer_norm(config, width) if config.norm == "sub_ln" else nn.Identity()
+
+
+def scalar_bias(config: ArchitectureConfig) -> nn.Module:
+    """Create the bias that Fixup adds before every linear map and activation; else the identity."""
+    return ScalarBias() if config.initialization == "fixup" else nn.Identity()
+
+
+def branch_scale(config: ArchitectureConfig) -> nn.Module:
+    """Create the factor of a branch, initially 1 with Fixup and 0 with ReZero; else the identity."""
+    starts = {"fixup": 1.0, "rezero": 0.0}
+    return ScalarScale(starts[config.initialization]) if config.initialization in starts else nn.Identity()
+
+
+def _layer_norm(config: ArchitectureConfig, width: int) -> nn.Module:
+    return nn.LayerNorm(width, eps=1e-5 if config.norm_eps is None else config.norm_eps)
+
+
+class KanLayer(nn.Module):
+    """One layer of a Kolmogorov-Arnold network (Liu et al. 2024, arXiv:2404.19756).
+
+    Output j is the sum over inputs i of w_ji silu(x_i) + s_ji sum_b c_jib B_b(x_i), with B-splines B_b on a uniform
+    grid. The grid is fixed: it is not adapted to the inputs during training, as by the optional grid extension of the
+    paper. Outside the grid a spline decreases to zero, and only SiLU remains.
+
+    Args:
+        n_in: Number of inputs.
+        n_out: Number of outputs.
+        n_grid: Number of grid intervals.
+        order: Degree of the splines.
+        half_range: Half the range of the grid, -half_range .. half_range.
+    """
+
+    def __init__(self, n_in: int, n_out: int, *, n_grid: int, order: int, half_range: float) -> None:
+        super().__init__()
+        self.n_grid, self.order, self.half_range = n_grid, order, half_range
+        self.base_weight = nn.Parameter(torch.empty(n_out, n_in))
+        self.spline_weight = nn.Parameter(torch.empty(n_out, n_in))
+        self.coefficient = nn.Parameter(torch.empty(n_out, n_in, n_grid + order))
+
+    @classmethod
+    def of(cls, config: ArchitectureConfig, n_in: int, n_out: int) -> KanLayer:
+        """Create a layer with the splines of a configuration."""
+        return cls(n_in, n_out, n_grid=config.n_grid, order=config.spline_order, half_range=config.spline_range)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs, shape (..., n_out), of inputs (..., n_in)."""
+        bases = b_spline_bases(x, n_grid=self.n_grid, order=self.order, half_range=self.half_range)
+        weight = self.spline_weight[..., None] * self.coefficient
+        spline = functional.linear(bases.flatten(-2), weight.flatten(1))
+        return functional.linear(functional.silu(x), self.base_weight) + spline
+
+    def extra_repr(self) -> str:
+        """Return sizes and grid as text, for printing."""
+        n_out, n_in = self.base_weight.shape
+        return f"{n_in}, {n_out}, n_grid={self.n_grid}, order={self.order}, half_range={self.half_range}"
+
+
+def b_spline_bases(x: Tensor, *, n_grid: int, order: int, half_range: float) -> Tensor:
+    """Return the values of all B-splines of one degree on a uniform grid.
+
+    The knots extend beyond both ends of the grid, so that the basis functions sum to 1 everywhere on the grid and
+    decrease to zero outside. Only the ``order + 1`` functions that are nonzero at a point are computed (the recursion
+    of Cox and de Boor for uniform knots), which needs little memory for autograd.
+
+    Args:
+        x: Points, any shape.
+        n_grid: Number of intervals between -half_range and half_range.
+        order: Degree of the splines, at least 1.
+        half_range: Half the width of the grid.
+
+    Returns:
+        Values, shape (..., n_grid + order); NaN at points that are NaN.
+    """
+    n_intervals = n_grid + 2 * order
+    place = (x + half_range) * (
+        n_grid / (2 * half_range)
+    ) + order  # in units where the knots are 0, 1, ..., n_intervals
+    is_outside = (place < 0) | (place >= n_intervals)
+    place = torch.where(is_outside, torch.zeros_like(place), place)  # all basis functions are zero at the first knot
+    interval = place.detach().nan_to_num().floor()
+    t = place - interval
+    zero, values = torch.zeros_like(t), [torch.ones_like(t)]  # values of the nonzero basis functions, in order
+    for degree in range(1, order + 1):
+        padded = [zero, *values, zero]
+        values = [((t + degree - i) * padded[i] + (i + 1 - t) * padded[i + 1]) / degree for i in range(degree + 1)]
+    index = interval.long()[..., None] + torch.arange(order + 1, device=x.device)
+    dense = torch.zeros(*x.shape, n_intervals + order, dtype=x.dtype, device=x.device).scatter(
+        -1, index, torch.stack(values, dim=-1)
+    )
+    return dense[..., order : order + n_grid + order]
+
+
+class Mlp(Branch):
+    """Two-layer GELU MLP."""
+
+    def __init__(self, config: ArchitectureConfig) -> None:
+        super().__init__()
+        self.approximation = "tanh" if config.mlp == "gelu_tanh" else "none"
+        self.input_bias = scalar_bias(config)
+        self.up = nn.Linear(config.d_model, config.hidden_width, bias=config.has_bias)
+        self.activation_bias = scalar_bias(config)
+        self.inner_norm = inner_norm(config, config.hidden_width)
+        self.hidden_bias = scalar_bias(config)
+        self.down = nn.Linear(config.hidden_width, config.d_model, bias=config.has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the branch, which is added to the stream, shape (batch, token, feature)."""
+        hidden = functional.gelu(self.activation_bias(self.up(self.input_bias(x))), approximate=self.approximation)
+        return self.down(self.hidden_bias(self.inner_norm(hidden)))
+
+    def path(self) -> list[list[Tensor]]:
+        """Return both matrices."""
+        return [[self.up.weight], [self.down.weight]]
+
+
+class GatedMlp(Branch):
+    """SwiGLU MLP, down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: ArchitectureConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.d_model, config.hidden_width, bias=config.has_bias)
+        self.up = nn.Linear(config.d_model, config.hidden_width, bias=config.has_bias)
+        self.inner_norm = inner_norm(config, config.hidden_width)
+        self.down = nn.Linear(config.hidden_width, config.d_model, bias=config.has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the branch, which is added to the stream, shape (batch, token, feature)."""
+        return self.down(self.inner_norm(functional.silu(self.gate(x)) * self.up(x)))
+
+    def path(self) -> list[list[Tensor]]:
+        """Return the matrices of the path, without the gate."""
+        return [[self.up.weight], [self.down.weight]]
+
+
+class KanMlp(Branch):
+    """MLP of two KAN layers, d_model -> hidden width -> d_model (Liu et al. 2024, arXiv:2404.19756)."""
+
+    def __init__(self, config: ArchitectureConfig) -> None:
+        super().__init__()
+        self.up = KanLayer.of(config, config.d_model, config.hidden_width)
+        self.inner_norm = inner_norm(config, config.hidden_width)
+        self.down = KanLayer.of(config, config.hidden_width, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the branch, which is added to the stream, shape (batch, token, feature)."""
+        return self.down(self.inner_norm(self.up(x)))
+
+    def path(self) -> list[list[Tensor]]:
+        """Return base weights and spline coefficients of both layers."""
+        return [[layer.base_weight, layer.coefficient] for layer in (self.up, self.down)]
+
+
+def dense_mlp(config: ArchitectureConfig) -> Mlp | GatedMlp:
+    """Create the MLP that ``config.mlp`` names; in a mixture, it is one expert."""
+    return GatedMlp(config) if config.mlp == "swiglu" else Mlp(config)
 
 
 _POST_NORMS = ("post_ln", "deep_norm_post")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
@@ -11,15 +10,21 @@ import torch
 from torch import nn
 
 from workbench.errors import OptionError
+from workbench.option_checks import unpacking
 from workbench.zoo.architecture_config import ArchitectureConfig, ArchitectureOptions, Family, Norm, defaults
-from workbench.zoo.blocks import Block, ResidualBlock, ZooModel, deep_norm_constants, final_norm
-from workbench.zoo.branch_parts import ScalarBias, ScalarScale
-from workbench.zoo.decoders import KanTransformer, Transformer
-from workbench.zoo.mixture import MoeTransformer
-from workbench.zoo.mlps import dense_mlp
+from workbench.zoo.blocks import (
+    Block,
+    KanLayer,
+    ResidualBlock,
+    ScalarBias,
+    ScalarScale,
+    ZooModel,
+    deep_norm_constants,
+    dense_mlp,
+    final_norm,
+)
+from workbench.zoo.decoders import KanTransformer, Mamba, MambaMixer, MoeTransformer, Transformer
 from workbench.zoo.module_of import module_of
-from workbench.zoo.splines import KanLayer
-from workbench.zoo.state_space import Mamba, MambaMixer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,25 +140,9 @@ _LLAMA: ArchitectureOptions = {
 
 def _family(family: Family, preset: ArchitectureOptions | None = None) -> Callable[[Constructor], Constructor]:
     """Return a decorator that shows the options of a family and their defaults in the signature of its function."""
-
-    def decorate(function: Constructor) -> Constructor:
-        types = {name: each.__forward_arg__ for name, each in ArchitectureOptions.__annotations__.items()}
-        others = {**defaults(family), **(preset or {})}
-        given = inspect.signature(function)
-        parameters = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=types[name])
-            for name, value in others.items()
-        ]
-        if "first" in given.parameters:  # the norm may be passed by position
-            norm = next(each for each in parameters if each.name == "norm")
-            parameters.remove(norm)
-            parameters.insert(0, norm.replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD))
-        function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            parameters, return_annotation=given.return_annotation
-        )
-        return function
-
-    return decorate
+    types = {name: each.__forward_arg__ for name, each in ArchitectureOptions.__annotations__.items()}
+    shown = {name: (types[name], value) for name, value in {**defaults(family), **(preset or {})}.items()}
+    return unpacking(shown, first="norm")
 
 
 @_family("transformer")
