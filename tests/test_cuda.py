@@ -20,7 +20,7 @@ import workbench as wb
 from benchmarks.gpu import eig_on_device_from
 from benchmarks.host_reads import CudaWaits
 from benchmarks.precision import around
-from workbench.io.background_writer import RecordingWarning
+from workbench.io.run_output import RecordingWarning
 from workbench.koopman import SnapshotMoments, layer_spectrum
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

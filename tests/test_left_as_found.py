@@ -28,7 +28,7 @@ import workbench as wb
 from tests.model_state import differences, frozen, output_of, state_of, state_of_optimizer, state_of_process, structure
 from workbench.callbacks.baselines.penalties import PenaltyTerms
 from workbench.diagnosis import check_fits
-from workbench.io.background_writer import RecordingWarning
+from workbench.io.run_output import RecordingWarning
 from workbench.koopman.spectra import RankWarning
 from workbench.probes.update import update_effect
 from workbench.training.callback import TrainingRun

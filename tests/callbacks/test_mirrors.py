@@ -7,7 +7,7 @@ from tests.about import about
 from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.recorder import logging_observer, numbers
 from workbench.errors import OptionError
-from workbench.io.background_writer import RecordingWarning
+from workbench.io.run_output import RecordingWarning
 
 TERMS = ["D2", "D3"]
 

@@ -16,7 +16,7 @@ import workbench as wb
 from tests.about import about, says
 from tests.small_training import same_weights
 from workbench.errors import OptionError, StoreError
-from workbench.io.background_writer import RecordingWarning
+from workbench.io.run_output import RecordingWarning
 from workbench.models.probing import undisturbed
 
 SMALL = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32, "max_length": 16, "seed": 1}

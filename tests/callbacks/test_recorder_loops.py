@@ -12,7 +12,7 @@ import workbench as wb
 from tests.callbacks.test_kss_loops import gpt2, llama
 from tests.callbacks.test_recorder import ALL, adam, dense, loss_of, of_part, recorder_with, run, task  # noqa: F401
 from tests.small_training import same_weights
-from workbench.io.background_writer import RecordingWarning
+from workbench.io.run_output import RecordingWarning
 
 WITHOUT_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 

@@ -12,7 +12,7 @@ import transformers
 import workbench as wb
 from tests.callbacks.test_recorder import adam, dense, gpt2_with_dropout, loss_of, moe, of_part, recorder_with, task  # noqa: F401
 from tests.small_training import same_weights
-from workbench.io.background_writer import RecordingWarning
+from workbench.io.run_output import RecordingWarning
 
 PROBES = {"precision": 2, "reduction": 2, "update": 2}
 

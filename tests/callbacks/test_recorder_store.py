@@ -21,8 +21,7 @@ from tests.callbacks.test_recorder import (
     task,  # noqa: F401
 )
 from workbench.errors import OptionError, StoreError
-from workbench.io.background_writer import BackgroundWriter, RecordingWarning
-from workbench.io.run_output import RunOutput
+from workbench.io.run_output import RecordingWarning, RunOutput
 from workbench.io.run_writer import RunWriter
 
 pytestmark = pytest.mark.medium
@@ -172,7 +171,7 @@ def test_an_error_in_training_keeps_the_record(task, tmp_path):  # noqa: F811
 
 def test_the_store_of_a_host_receives_only_the_parts(task, tmp_path):  # noqa: F811
     """The host writes the metrics of each update and closes the store."""
-    host = RunOutput(BackgroundWriter(RunWriter(tmp_path / "run.zarr", {"subject": "x"})))
+    host = RunOutput(RunWriter(tmp_path / "run.zarr", {"subject": "x"}))
     recorder = recorder_with()
     run(dense(), task, 3, recorder, host=host, probe=task.probe(50))
     host.close()

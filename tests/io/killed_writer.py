@@ -10,15 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from workbench.io.background_writer import BackgroundWriter, Part
+from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
 from workbench.schema.events import Event
 
 EVERY = 5
-PARTS = (
-    Part("monitors", {"loss": (), "grad_norm": (), "is_on": ()}, dtypes={"is_on": "bool"}),
-    Part("attention", {"stable_rank": ("layer", "head", "term")}, coords={"term": ["D2", "D3"]}),
-)
+TERMS = {"term": np.array(["D2", "D3"])}
 
 
 def monitors(step):
@@ -29,18 +26,22 @@ def attention(step):
     return {"stable_rank": step + np.arange(24.0).reshape(3, 4, 2)}
 
 
-def write(path: str) -> None:
-    writer = BackgroundWriter(RunWriter(path, {}), rows_per_block=7, seconds_per_block=0.05)
-    for part in PARTS:
-        writer.declare(part)
-    for step in range(100_000):
-        writer.add("monitors", step, monitors(step))
+def add(output, steps):
+    """Add the rows of some steps to both parts."""
+    for step in steps:
+        output.add("monitors", step, monitors(step))
         if step % EVERY == 0:
-            writer.add("attention", step, attention(step))
+            output.add("attention", step, attention(step), TERMS)
+
+
+def write(path: str) -> None:
+    output = RunOutput(RunWriter(path, {}), rows_per_block=7, seconds_per_block=0.05)
+    for step in range(100_000):
+        add(output, [step])
         if step % 50 == 0:
-            writer.event(Event(step, "alarm", message=f"at {step}", layer=step % 7))
+            output.event(Event(step, "alarm", message=f"at {step}", layer=step % 7))
         if step % 40 == 39:
-            assert writer.flush()
+            assert output.flush()
             print(step, flush=True)
         time.sleep(0.0005)
 

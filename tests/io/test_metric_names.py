@@ -5,7 +5,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.io.background_writer import BackgroundWriter
 from workbench.io.run_output import RunOutput, stored_names
 from workbench.io.run_writer import RunWriter
 from workbench.schema.runs import MONITORS
@@ -45,7 +44,7 @@ def test_hostile_names_cost_no_row_and_no_other_metric(tmp_path):
     path, metrics = tmp_path / "run.zarr", ["loss", *HOSTILE]
     for first in (0, 3):
         writer = RunWriter.reopen(path, before_step=first) if first else RunWriter(path, {})
-        output = RunOutput(BackgroundWriter(writer))
+        output = RunOutput(writer)
         for step in range(first, first + 3):
             output.add("monitors", step, {name: float(step + place) for place, name in enumerate(metrics)})
         output.close()

@@ -152,13 +152,6 @@ class Lost:
     n_rows: int
     why: str
 
-    def and_also(self, other: Lost | None) -> Lost:
-        """Return the union of both."""
-        if other is None:
-            return self
-        first, last = min(self.first, other.first), max(self.last, other.last)
-        return Lost(first, last, self.n_rows + other.n_rows, self.why)
-
     def message(self, part: str) -> str:
         """Return a sentence with the part and the steps of the dropped rows."""
         n_rows = "1 row" if self.n_rows == 1 else f"{self.n_rows} rows"
@@ -186,8 +179,7 @@ class WaitingRows:
         self.part = part
         self.layout = layout
         self.rows: deque[RecordedRow] = deque()
-        self.n_bytes = 0
-        self.n_new = 0
+        self.n_bytes = self.n_new = 0
         self.last_step: int | None = None
         self.lost: Lost | None = None
         if part is not None:
@@ -204,44 +196,32 @@ class WaitingRows:
         self.n_new += 1
         self.last_step = row.step
 
-    def take(self) -> list[RecordedRow]:
-        """Remove and return all rows."""
-        taken = list(self.rows)
+    def clear(self) -> int:
+        """Remove all rows, and return their number."""
+        n_rows = len(self.rows)
         self.rows.clear()
         self.n_bytes = self.n_new = 0
-        return taken
-
-    def put_back(self, rows: list[RecordedRow]) -> None:
-        """Insert rows that could not be written before those added since."""
-        self.rows.extendleft(reversed(rows))
-        self.n_bytes += sum(row.n_bytes for row in rows)
+        return n_rows
 
     def drop_oldest(self, why: str) -> None:
         """Drop the oldest row and record the loss."""
         row = self.rows.popleft()
         self.n_bytes -= row.n_bytes
-        self.lost = Lost(row.step, row.step, 1, why).and_also(self.lost)
-
-    @property
-    def declared(self) -> Part:
-        """Declaration of the rows."""
-        if self.part is None:
-            raise StoreError("Rows that are datasets have no declared variables; use add_dataset().")
-        return self.part
+        n_before = 0 if self.lost is None else self.lost.n_rows
+        self.lost = Lost(row.step if self.lost is None else self.lost.first, row.step, n_before + 1, why)
 
     def empty(self) -> xr.Dataset:
         """Return a dataset without rows, in the form written to disk; dimensions of unknown size have size 0."""
+        assert self.part is not None
         columns = {
-            name: np.empty((0, *(self._sizes.get(dim, 0) for dim in dims)), self.declared.dtype(name))
-            for name, dims in self.declared.dims.items()
+            name: np.empty((0, *(self._sizes.get(dim, 0) for dim in dims)), self.part.dtype(name))
+            for name, dims in self.part.dims.items()
         }
-        return self.declared.dataset([], columns)
+        return self.part.dataset([], columns)
 
     def row(self, step: int, values: Mapping[str, Any]) -> RecordedRow:
-        """Check the values and return a row with copies of them."""
-        name = self.declared.name
-        if unknown := sorted(values.keys() - self.declared.dims.keys()):
-            raise StoreError(f"Part '{name}' has no variable {', '.join(unknown)}; declare it in its Part.")
+        """Check the values and return a row with copies of them; missing floating-point values are NaN."""
+        assert self.part is not None
         copies, n_bytes = [], _BYTES_PER_OBJECT
         for variable, kind in self._scalars:
             try:
@@ -249,8 +229,8 @@ class WaitingRows:
             except (KeyError, TypeError, ValueError) as error:
                 given = repr(values[variable]) if variable in values else "missing"
                 raise StoreError(
-                    f"'{variable}' of part '{name}' is {given} at step {step}, expected one {kind.__name__}; "
-                    "only floating-point variables may be omitted."
+                    f"'{variable}' of part '{self.part.name}' is {given} at step {step}, expected one "
+                    f"{kind.__name__}; only floating-point variables may be omitted."
                 ) from error
             copies.append(value)
             n_bytes += _BYTES_PER_NUMBER + (len(value) if kind is str else 0)
@@ -261,38 +241,34 @@ class WaitingRows:
         return RecordedRow(step, copies, n_bytes)
 
     def _copy(self, step: int, variable: str, dims: tuple[str, ...], values: Mapping[str, Any]) -> np.ndarray:
-        dtype = self.declared.dtype(variable)
-        begin = f"'{variable}' of part '{self.declared.name}'"
-        if variable not in values:
-            if dtype.kind not in "fc" or not all(dim in self._sizes for dim in dims):
-                raise StoreError(f"{begin} is missing at step {step}; pass it, with NaN where it is unknown.")
-            return np.full([self._sizes[dim] for dim in dims], np.nan, dtype)
+        assert self.part is not None
+        dtype = self.part.dtype(variable)
+        expected = tuple(self._sizes.get(dim) for dim in dims)
+        if variable not in values and dtype.kind in "fc" and None not in expected:
+            return np.full(expected, np.nan, dtype)  # type: ignore[arg-type]
         try:
             array = np.array(values[variable], dtype=dtype)
-        except (TypeError, ValueError) as error:
-            raise StoreError(
-                f"{begin} cannot be converted to an array of {dtype} at step {step} ({error}); convert it first."
-            ) from error
-        expected = tuple(self._sizes.get(dim) for dim in dims)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = "is missing" if variable not in values else f"cannot be converted to an array of {dtype} ({error})"
+            raise StoreError(f"'{variable}' of part '{self.part.name}' {reason} at step {step}.") from error
         if array.ndim != len(dims) or any(size not in (None, n) for size, n in zip(expected, array.shape, strict=True)):
-            words = " x ".join(
-                f"{dim} ({'any' if size is None else size})" for dim, size in zip(dims, expected, strict=True)
-            )
+            sizes = (f"{dim} ({'any' if size is None else size})" for dim, size in zip(dims, expected, strict=True))
             raise StoreError(
-                f"{begin} has shape {array.shape} at step {step}, expected {words}; pass the same shape at every step."
+                f"'{variable}' of part '{self.part.name}' has shape {array.shape} at step {step}, expected "
+                f"{' x '.join(sizes)}; pass the same shape at every step."
             )
         self._sizes |= zip(dims, array.shape, strict=True)
         return array
 
-    def dataset(self, rows: list[RecordedRow]) -> xr.Dataset:
+    def dataset(self, rows: Sequence[RecordedRow]) -> xr.Dataset:
         """Return rows as a dataset, in the form written to disk."""
         import xarray as xr
 
         if self.part is None:
             return xr.concat([row.values for row in rows], "step", combine_attrs="override")
-        names = [name for name, _ in self._scalars + self._arrays]
+        names = [name for name, _ in self._scalars] + [name for name, _ in self._arrays]
         columns = {
-            name: np.array([row.values[place] for row in rows], dtype=self.declared.dtype(name))
+            name: np.array([row.values[place] for row in rows], dtype=self.part.dtype(name))
             for place, name in enumerate(names)
         }
-        return self.declared.dataset([row.step for row in rows], columns)
+        return self.part.dataset([row.step for row in rows], columns)

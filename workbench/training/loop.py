@@ -1,4 +1,4 @@
-"""Training loop: a generator that yields one record per step, while a thread writes the store."""
+"""Training loop: a generator that yields one record per step and writes the store in blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from workbench.errors import CheckpointError, OptionError, SnapshotError, StoreError, WorkbenchError
 from workbench.formatting import listed
-from workbench.io.background_writer import BackgroundWriter, RecordingWarning
-from workbench.io.run_output import RunOutput
+from workbench.io.run_output import RecordingWarning, RunOutput
 from workbench.io.run_parts import Lost
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
@@ -241,10 +240,7 @@ class Training:
             writer = None if store is None else RunWriter.reopen(store, before_step=self.step)
         else:
             writer = open_writer(self.recording, self.configuration, overwrite=self._overwrite)
-        if writer is not None:
-            # The output itself flushes each block of steps, so the writer must not write it earlier.
-            self._output = RunOutput(BackgroundWriter(writer, rows_per_block=every + 1), wait_every=every)
-        self.run.output = self._output
+        self._output = self.run.output = RunOutput(writer, rows_per_block=every)
 
     def _record_resumption(self, store: Path) -> None:
         """Record that the run is resumed, and which previous rows were never written."""
@@ -298,10 +294,9 @@ class Training:
             numbers={name: value for name, value in numbers.items() if not hasattr(record, name)},
             outcomes={name: outcome for name, outcome in outcomes.items() if outcome is not None},
         )
-        self._output.add("monitors", record.step, numbers)
         if record.spectra is not None:
             self._output.add_dataset("spectra", record.spectra)
-        self._output.end_step()
+        self._output.add("monitors", record.step, numbers)  # last, as it may complete a block of steps
         return record
 
     def _measured_pass(self, inputs: Any, targets: Tensor) -> tuple[PassResult, float, float]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import math
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +42,7 @@ from workbench.callbacks.recorder.ranks import (
 from workbench.callbacks.recorder.settings import SettingsWatch
 from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
 from workbench.errors import WorkbenchError
-from workbench.io.run_output import RunOutput, issue_warning
+from workbench.io.run_output import RunOutput, before_exit, issue_warning
 from workbench.models.wrapping import bare, is_shared
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
@@ -589,5 +587,4 @@ def _end_all() -> None:
             attached._end_unclosed()
 
 
-# Called before the function of the same kind that closes the writers, because it is registered after that one.
-getattr(threading, "_register_atexit", atexit.register)(_end_all)
+before_exit(_end_all)

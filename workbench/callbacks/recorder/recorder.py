@@ -31,9 +31,8 @@ from workbench.callbacks.recorder.options import (
 )
 from workbench.callbacks.recorder.ranks import is_first, meet, of_first_rank
 from workbench.errors import AnatomyError, OptionError, StoreError
-from workbench.io.background_writer import BackgroundWriter, RecordingWarning
 from workbench.io.provenance import versions
-from workbench.io.run_output import RunOutput
+from workbench.io.run_output import RecordingWarning, RunOutput
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
 from workbench.models.calling import on_device_of
@@ -93,7 +92,7 @@ class Recorder:
             function from the step to the values by name. Changes that follow it raise no alarm.
         alarms: Alarms on all measurements; they are recorded as events of the run and passed to their ``on_alarm``.
             Attached at step 0 they forget the previous run.
-        rows_per_block: Number of rows of a part that are written together, in a separate thread.
+        rows_per_block: Number of rows of a part that are written together.
         overwrite: Whether to replace the run at ``path``.
         resume: Whether to continue the run at ``path``: after its last row, or from the step given to `attach`, where
             later rows are dropped. Recent examples, settings and the past of the alarms are taken from it. If there is
@@ -370,7 +369,7 @@ class Recorder:
         path = self.path
         if path is None:
             return RunOutput(None)
-        writer: BackgroundWriter | None = None
+        writer: RunWriter | None = None
         problem: StoreError | None = None
         if is_first():
             try:
@@ -379,12 +378,12 @@ class Recorder:
                 problem = error
         if (problem := of_first_rank(problem)) is not None:
             raise problem
-        output = RunOutput(writer)
+        output = RunOutput(writer, rows_per_block=self._rows_per_block)
         word = "resumed" if step else "started"
         output.event(Event(step, word, message=f"{word.capitalize()} at step {step}."))
         return output
 
-    def _writer(self, path: Path, model: nn.Module, step: int, *, continues: bool) -> BackgroundWriter:
+    def _writer(self, path: Path, model: nn.Module, step: int, *, continues: bool) -> RunWriter:
         if not continues:
             self._check_store()
         configuration = json.loads(
@@ -411,7 +410,7 @@ class Recorder:
                 "created": datetime.now(UTC).isoformat(timespec="seconds"),
             }
             writer = RunWriter(path, attrs, overwrite=self._overwrite)
-        return BackgroundWriter(writer, rows_per_block=self._rows_per_block)
+        return writer
 
 
 def _spikes_before(step: int, path: Path | None) -> SpikeScore:
