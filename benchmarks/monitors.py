@@ -30,6 +30,7 @@ from workbench.callbacks.alarms import Alarms
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.options import CADENCE
+from workbench.callbacks.recorder.probes import SPECTRA_OF_HEADS
 from workbench.callbacks.watching.watch import Watch
 from workbench.io.provenance import versions
 from workbench.io.run_output import RunOutput
@@ -195,7 +196,7 @@ def writing(n_steps: int) -> tuple[np.ndarray, float]:
     """Return the milliseconds that each step waits for the store, and the seconds of writing per step."""
     scalars = {f"scalar_{i}": 1.0 for i in range(50)}
     matrix = np.zeros((DEPTH, 8, 5))
-    arrays = dict.fromkeys(("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy"), matrix)
+    arrays = dict.fromkeys(SPECTRA_OF_HEADS, matrix)
     waits = []
     with tempfile.TemporaryDirectory() as folder:
         output = RunOutput(RunWriter(Path(folder) / "a.zarr", {}))

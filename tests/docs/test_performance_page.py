@@ -54,7 +54,8 @@ def costs():
     return [
         f"Recorder, probes and alarms take {number(of_step):.2f} % of the processor time",
         f"recommended KSS takes {band}",
-        f"{number(of_step):.2f} % of the processor time of a step; a step waits for the writer for {number(wait)} ms",
+        f"{number(of_step):.2f} % of the processor time of a step; a step waits for the store for {number(wait)} ms "
+        f"(median), one that writes a block of 200 steps for {number(wait.split(':')[1]):.0f} ms",
         f"{monitors} % of the time; {spectra} % with spectra of 2,048 states every 50 steps",
         f"{number(region)} % of the time outside of KSS while every block is inside the band, {number(outside)} %",
         f"KSS as published | {number(published[2])} % (published: {paper} %)",
