@@ -10,9 +10,8 @@ from bokeh.models import Axis, ColorBar, ColumnDataSource
 from workbench.plots import eigenvalue_map
 from workbench.plots.complex_plane import density_image
 from workbench.plots.figure_files import bokeh_plot
-from workbench.plots.mode_columns import band_outline, depth_of, headline, key, mode_columns, silent_layers
-from workbench.plots.short_names import shortened
-from workbench.plots.style import note_bokeh
+from workbench.plots.plane_view import band_outline, depth_of, headline, key, mode_columns, silent_layers
+from workbench.plots.style import note_bokeh, shortened
 from workbench.widgets.theme import THEMES, enlarge_text
 
 if TYPE_CHECKING:

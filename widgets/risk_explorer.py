@@ -17,7 +17,7 @@ from workbench.errors import OptionError
 from workbench.io.atomic import replacing
 from workbench.io.store import export_netcdf
 from workbench.option_checks import checked, one_of
-from workbench.plots import outcome_colors, style
+from workbench.plots import style
 from workbench.plots.figure_files import picture_of
 from workbench.rates.find_rate import FoundRates
 from workbench.risk.edge_model import shipped
@@ -413,9 +413,7 @@ class CurvePanel:
             plot.add_layout(item)
         plot.varea("rate", "failure_low", "failure_high", source=self.curve, fill_color=_FAILURE, fill_alpha=0.18)
         line = plot.line("rate", "failure", source=self.curve, color=_FAILURE, width=2.4)
-        plot.line(
-            "rate", "explosion", source=self.curve, color=outcome_colors.DIVERGED, line_width=2, line_dash="dashed"
-        )
+        plot.line("rate", "explosion", source=self.curve, color=style.DIVERGED, line_width=2, line_dash="dashed")
         plot.segment("low", "height", "high", "height", source=self.interval, color=_USEFUL, line_width=5)
         plot.scatter("rate", "failure", source=self.now, size=14, color=_FAILURE, line_color="white", line_width=1.5)
         tips = [

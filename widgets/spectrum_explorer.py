@@ -12,8 +12,8 @@ from workbench.formatting import listed
 from workbench.io.store import as_run
 from workbench.koopman.measures import remeasure
 from workbench.plots import eigenvalue_map
+from workbench.plots.figure_inputs import named_spectra, select_layers
 from workbench.plots.plane_view import ZOOMS, view_of
-from workbench.plots.spectra_inputs import named_spectra, select_layers
 from workbench.widgets.base import WorkbenchWidget
 from workbench.widgets.eigenvalue_panels import ZOOM_TIPS, EigenvaluePanels, key_in_words
 from workbench.widgets.export import ExportBar

@@ -12,8 +12,17 @@ from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import eigenvalue_map
 from workbench.plots.figure_files import picture_of
-from workbench.plots.mode_columns import headline, key, mode_columns, silent_layers
-from workbench.plots.plane_view import DENSE, N_CELLS, PlaneView, density, view_of
+from workbench.plots.plane_view import (
+    DENSE,
+    N_CELLS,
+    PlaneView,
+    density,
+    headline,
+    key,
+    mode_columns,
+    silent_layers,
+    view_of,
+)
 
 pytestmark = pytest.mark.render
 

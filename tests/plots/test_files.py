@@ -11,8 +11,8 @@ from tests.about import says
 from tests.studies.test_outcomes import grid_of
 from workbench.errors import StoreError
 from workbench.plots import eigenvalue_map, explosion_edge, layer_profile, save, step_grid
+from workbench.plots.comparison_figures import radar
 from workbench.plots.figure_files import picture_of
-from workbench.plots.radar_figure import radar
 from workbench.plots.traces_figure import traces
 
 pytestmark = pytest.mark.render

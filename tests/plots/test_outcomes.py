@@ -8,7 +8,7 @@ from tests.plots.panels import bokeh_panels
 from tests.studies.test_outcomes import grid_of
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import explosion_edge
-from workbench.plots.explosion_edge_figure import dodged, edges_of, spread
+from workbench.plots.risk_figures import dodged, edges_of, spread
 from workbench.plots.style import MODEL_COLORS
 
 pytestmark = pytest.mark.render

@@ -6,8 +6,8 @@ import workbench as wb
 from tests.about import about, says
 from workbench.errors import OptionError
 from workbench.plots import layer_profile, style
+from workbench.plots.comparison_figures import radar
 from workbench.plots.figure_files import bokeh_plot
-from workbench.plots.radar_figure import radar
 from workbench.plots.traces_figure import traces
 
 pytestmark = pytest.mark.render

@@ -9,8 +9,7 @@ from PIL import Image
 
 from tests.plots.test_reliability import ONE
 from workbench.plots import save
-from workbench.plots.reliability_figure import reliability
-from workbench.plots.risk_curve_figure import risk_curve
+from workbench.plots.risk_figures import reliability, risk_curve
 
 pytestmark = pytest.mark.render
 

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.about import about, says
 from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
-from workbench.plots.radar_axes import LOGARITHMIC, RadarAxis, RadarChart, Texts, axes_of, outline
-from workbench.plots.radar_figure import radar
+from workbench.plots.comparison_figures import LOGARITHMIC, RadarAxis, RadarChart, Texts, axes_of, outline, radar
 
 pytestmark = pytest.mark.render
 

@@ -7,7 +7,7 @@ import xarray as xr
 from tests.about import about, says
 from tests.plots.panels import bokeh_panels, elements, ends, legend, note, places
 from workbench.errors import OptionError, SchemaError
-from workbench.plots.reliability_figure import bins_of, reliability
+from workbench.plots.risk_figures import bins_of, reliability
 from workbench.plots.style import MODEL_COLORS
 
 pytestmark = pytest.mark.render

@@ -9,8 +9,8 @@ from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import named_runs
 from workbench.plots import step_grid
-from workbench.plots.mode_columns import mode_columns
-from workbench.plots.step_grid_figure import cell_of
+from workbench.plots.eigenvalue_figures import cell_of
+from workbench.plots.plane_view import mode_columns
 
 pytestmark = pytest.mark.render
 

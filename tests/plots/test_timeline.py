@@ -16,21 +16,19 @@ from tests.plots.conftest import run_of
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import save
 from workbench.plots.figure_files import bokeh_plot, picture_of
-from workbench.plots.timeline_account import account_of
 from workbench.plots.timeline_events import (
     ESTABLISHED,
     FaultSpan,
     TimelineEvent,
+    account_of,
     events_of,
     fault_spans,
     lead_time,
     onsets_of,
     signal_of,
 )
-from workbench.plots.timeline_evidence import EvidencePanel
 from workbench.plots.timeline_figure import sentence_alone, timeline
-from workbench.plots.timeline_panels import PanelAxis, RunEvents
-from workbench.plots.timeline_words import lead_in_words
+from workbench.plots.timeline_panels import EvidencePanel, PanelAxis, RunEvents, lead_in_words
 
 pytestmark = pytest.mark.render
 

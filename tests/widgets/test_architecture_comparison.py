@@ -14,9 +14,8 @@ from tests.about import about, says
 from tests.plots.conftest import spectra_of
 from tests.widgets.recorded_runs import run_of, spectra_over
 from workbench.errors import OptionError, SchemaError, StoreError
-from workbench.plots.radar_axes import axes_of, outline
-from workbench.plots.short_names import shortened
-from workbench.plots.style import model_style
+from workbench.plots.comparison_figures import axes_of, outline
+from workbench.plots.style import model_style, shortened
 from workbench.widgets import ArchitectureComparison
 from workbench.widgets.comparison.recorded_run import RecordedRun
 

@@ -10,8 +10,8 @@ from bokeh.models import BasicTicker, LogScale, Range1d, TapTool
 
 from workbench.errors import OptionError
 from workbench.plots import layer_profile
+from workbench.plots.figure_inputs import select_layers
 from workbench.plots.layer_profile_figure import DEFAULT_MEASURES, LOGARITHMIC, REFERENCE, measure_columns, remark
-from workbench.plots.spectra_inputs import select_layers
 from workbench.plots.style import log_ticks_bokeh
 from workbench.schema.runs import SPECTRA
 from workbench.widgets.base import known

@@ -9,10 +9,17 @@ import ipywidgets
 import numpy as np
 
 from workbench.errors import OptionError
+from workbench.plots.comparison_figures import (
+    DEFAULT_MEASURES,
+    RadarChart,
+    Texts,
+    axes_of,
+    labeled_points,
+    outline,
+    radar,
+)
 from workbench.plots.figure_files import bokeh_plot
-from workbench.plots.radar_axes import DEFAULT_MEASURES, RadarChart, Texts, axes_of, labeled_points, outline
-from workbench.plots.radar_figure import radar
-from workbench.plots.short_names import shortened
+from workbench.plots.style import shortened
 from workbench.widgets.base import known
 from workbench.widgets.comparison.scene import ComparisonView, Scene
 from workbench.widgets.comparison.table import comparison_of
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from bokeh.models import ColumnDataSource, GridPlot
 
-    from workbench.plots.radar_axes import RadarAxis
+    from workbench.plots.comparison_figures import RadarAxis
 
 _N_COLUMNS = 2
 _FEWEST_MEASURES = 3

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.io.run_access import at_step, divergence_step, named_runs, spectra_of
 from workbench.io.store import open_run
-from workbench.plots.mode_columns import depth_of
+from workbench.plots.plane_view import depth_of
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -12,7 +12,7 @@ import numpy as np
 
 from workbench.errors import OptionError
 from workbench.plots.figure_files import picture_of
-from workbench.plots.spectra_inputs import select_layers
+from workbench.plots.figure_inputs import select_layers
 from workbench.widgets.base import close_tree
 from workbench.widgets.figure import Figure
 from workbench.widgets.stage import Stage

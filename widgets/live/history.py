@@ -11,9 +11,8 @@ import numpy as np
 from workbench.errors import SchemaError, StoreError
 from workbench.io.run_access import spectra_of
 from workbench.io.store import open_run
-from workbench.plots.timeline_account import account_of
-from workbench.plots.timeline_events import TimelineEvent, divergence_of, events_of, fault_spans
-from workbench.plots.timeline_evidence import FARTHEST, LOWEST
+from workbench.plots.timeline_events import TimelineEvent, account_of, divergence_of, events_of, fault_spans
+from workbench.plots.timeline_panels import FARTHEST, LOWEST
 from workbench.studies.signals import checks_of
 
 if TYPE_CHECKING:

@@ -13,10 +13,8 @@ import numpy as np
 from workbench.formatting import capitalized, counted, percent_range
 from workbench.plots.style import BROKEN
 from workbench.plots.timeline_events import signal_of
-from workbench.plots.timeline_evidence import ALARM, FARTHEST
 from workbench.plots.timeline_figure import own_band
-from workbench.plots.timeline_panels import PanelAxis
-from workbench.plots.timeline_words import no_alarms_in_words
+from workbench.plots.timeline_panels import ALARM, FARTHEST, PanelAxis, no_alarms_in_words
 from workbench.studies import signals as sig
 from workbench.studies.signals import SignalBand, decimate, healthy_band
 from workbench.widgets.live.latest_state import LatestState

@@ -9,8 +9,7 @@ import numpy as np
 
 from workbench.plots.style import depth_colors, model_style
 from workbench.plots.timeline_events import TimelineEvent
-from workbench.plots.timeline_panels import PanelAxis
-from workbench.plots.timeline_words import lead_in_words
+from workbench.plots.timeline_panels import PanelAxis, lead_in_words
 from workbench.studies import signals as sig
 
 if TYPE_CHECKING:

@@ -15,21 +15,15 @@ See Also:
 """
 
 from workbench.option_checks import publish
-from workbench.plots.comparison_table_figure import comparison_table
+from workbench.plots.comparison_figures import comparison_table, radar
 from workbench.plots.criteria_bands_figure import criteria_bands
 from workbench.plots.diagnosis_figures import cause_bars, evidence_bars, evidence_timeline
-from workbench.plots.eigenvalue_map_figure import eigenvalue_map
-from workbench.plots.explosion_edge_figure import explosion_edge
+from workbench.plots.eigenvalue_figures import eigenvalue_map, step_grid
 from workbench.plots.figure_files import save
 from workbench.plots.flow_map_figure import flow_map
 from workbench.plots.layer_profile_figure import layer_profile
-from workbench.plots.pilot_losses_figure import pilot_losses
-from workbench.plots.radar_figure import radar
-from workbench.plots.rate_bands_figure import rate_bands
-from workbench.plots.rate_curve_figure import rate_curve
-from workbench.plots.reliability_figure import reliability
-from workbench.plots.risk_curve_figure import risk_curve
-from workbench.plots.step_grid_figure import step_grid
+from workbench.plots.rate_figures import pilot_losses, rate_bands, rate_curve
+from workbench.plots.risk_figures import explosion_edge, reliability, risk_curve
 from workbench.plots.timeline_figure import timeline
 from workbench.plots.traces_figure import traces
 from workbench.plots.weight_spectra_figure import weight_spectra

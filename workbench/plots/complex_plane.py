@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.plots import style
-from workbench.plots.mode_columns import band_outline
-from workbench.plots.plane_view import DENSE, density, ring
+from workbench.plots.plane_view import DENSE, band_outline, density, ring
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.formatting import NOT_MEASURED, band_in_signs, clipped, short
-from workbench.plots import outcome_colors, style
-from workbench.plots.dataset_columns import columns_of
+from workbench.plots import style
 from workbench.plots.figure_files import redrawable
+from workbench.plots.figure_inputs import columns_of
 from workbench.plots.primitives import Primitives
 from workbench.plots.word_columns import column_of_words
 from workbench.schema.statuses import CriterionState
@@ -24,9 +24,9 @@ _WIDTH, _ROW, _LETTER = 360, 24, 6.3
 _REACH = 1.6
 #: State -> color and marker; states differ in both.
 STATE_MARKS: dict[str, tuple[str, str]] = {
-    CriterionState.HEALTHY: (outcome_colors.CONVERGED, "circle"),
+    CriterionState.HEALTHY: (style.CONVERGED, "circle"),
     CriterionState.AT_RISK: ("#8f7a00", "triangle"),
-    CriterionState.FAILING: (outcome_colors.DIVERGED, "square"),
+    CriterionState.FAILING: (style.DIVERGED, "square"),
     CriterionState.NOT_MEASURED: (style.NEUTRAL, "circle"),
 }
 _LONGEST_TITLE = 46
@@ -76,7 +76,7 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
     margin = int(24 + _LETTER * max(map(len, texts), default=0))
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "place", "criterion")
-        draw.boxes(0, lowest, 1, 0.5, colors=outcome_colors.CONVERGED, alpha=0.12)
+        draw.boxes(0, lowest, 1, 0.5, colors=style.CONVERGED, alpha=0.12)
         draw.bars(left, height, right, height, color=style.NEUTRAL, width=0.6, alpha=0.5)
         for state, (color, marker) in STATE_MARKS.items():
             is_it = np.array([str(its) == state for its in rows["state"]])

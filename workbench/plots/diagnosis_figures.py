@@ -9,9 +9,9 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.formatting import clipped, percent
 from workbench.option_checks import PositiveInt, checked
-from workbench.plots import outcome_colors, style
-from workbench.plots.dataset_columns import columns_of
+from workbench.plots import style
 from workbench.plots.figure_files import redrawable
+from workbench.plots.figure_inputs import columns_of
 from workbench.plots.primitives import Primitives, decades
 from workbench.plots.word_columns import column_of_words
 from workbench.schema.symptoms import symptom_title
@@ -67,7 +67,7 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
     height = -np.arange(len(titles), dtype=float)
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "probability", "cause")
-        colors = np.where(is_possible, outcome_colors.DIVERGED, style.NEUTRAL)
+        colors = np.where(is_possible, style.DIVERGED, style.NEUTRAL)
         columns, tips = {"name": np.array(titles)}, [("", "@name")]
         ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
         draw.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)
@@ -125,7 +125,7 @@ def evidence_bars(evidence: xr.Dataset, *, n: PositiveInt = 4, backend: str = "b
     reach = 1.35 * float(np.nanmax(np.abs(weight))) or 1.0
     with style.drawing(backend) as hv:
         draw = Primitives(hv, backend, "log-odds", "symptom")
-        for is_it, color in ((weight >= 0, outcome_colors.DIVERGED), (weight < 0, outcome_colors.CONVERGED)):
+        for is_it, color in ((weight >= 0, style.DIVERGED), (weight < 0, style.CONVERGED)):
             if is_it.any():
                 columns, tips = {"name": np.array(names)[is_it]}, [("", "@name")]
                 ends = (np.zeros(is_it.sum()), at[is_it] - 0.32, weight[is_it], at[is_it] + 0.32)
@@ -202,7 +202,7 @@ def evidence_timeline(evidence: xr.Dataset, *, backend: str = "bokeh") -> Any:
             draw.dots(
                 [at],
                 [lines[name]],
-                color=outcome_colors.DIVERGED,
+                color=style.DIVERGED,
                 size=size,
                 columns={"name": np.array([name])},
                 tips=[("", "@name")],

@@ -10,8 +10,8 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.formatting import clipped, three_digits
 from workbench.plots import style
-from workbench.plots.dataset_columns import by_name, require_variables
 from workbench.plots.figure_files import redrawable
+from workbench.plots.figure_inputs import by_name, require_variables
 from workbench.plots.primitives import Primitives, decades, flowed
 
 if TYPE_CHECKING:

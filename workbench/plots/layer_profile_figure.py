@@ -9,10 +9,9 @@ import numpy as np
 from workbench.formatting import capitalized
 from workbench.option_checks import NonNegativeInt, PositiveInt, checked, one_of
 from workbench.plots import style
-from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
+from workbench.plots.figure_inputs import given_name, named_spectra, require_choices
 from workbench.plots.primitives import Primitives, decades, padded
-from workbench.plots.spectra_inputs import given_name, named_spectra
 from workbench.schema.runs import SPECTRA
 
 if TYPE_CHECKING:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +14,8 @@ from workbench.errors import OptionError, require_lab, require_listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from PIL.ImageFont import FreeTypeFont
 
 BACKENDS = ("bokeh", "matplotlib")
 
@@ -233,3 +237,30 @@ def log_ticks_bokeh(plot: Any, element: Any) -> None:
     for axis in plot.state.yaxis:
         axis.ticker = LogTicker(mantissas=[1, 2, 5] if highest < 100 * lowest else [1], num_minor_ticks=0)
         axis.formatter = BasicTickFormatter(power_limit_high=6, power_limit_low=-4)
+
+
+#: Blue and vermilion: distinguishable with any color vision, and with enough contrast on white and on #111111.
+CONVERGED, DIVERGED = MODEL_COLORS[0], MODEL_COLORS[1]
+#: Color around marks on colored cells.
+MARK_GROUND = "#ffffff"
+
+
+@cache
+def shortened(name: str, width: float) -> str:
+    """Return a name shortened to a width in pixels; both ends are kept, because they distinguish runs."""
+    font, title = _title_font(), name
+    n_kept = len(name)
+    while font.getlength(title) > width and n_kept > 2:
+        n_kept -= 1
+        title = f"{name[: (n_kept + 1) // 2].rstrip()}…{name[-(n_kept // 2) :].lstrip()}"
+    return title
+
+
+@cache
+def _title_font() -> FreeTypeFont:
+    """Return a font as wide as any that a page uses for titles; it is part of matplotlib."""
+    from matplotlib import get_data_path
+    from PIL import ImageFont
+
+    pixels = TITLE_SIZE * 96 / 72
+    return ImageFont.truetype(Path(get_data_path(), "fonts", "ttf", "DejaVuSans-Bold.ttf"), pixels)

@@ -15,13 +15,20 @@ from workbench.formatting import capitalized, clipped, counted, percent_range
 from workbench.io.run_access import named_runs
 from workbench.option_checks import NonNegativeInt, checked, one_of
 from workbench.plots import style
-from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
+from workbench.plots.figure_inputs import require_choices
 from workbench.plots.primitives import Primitives, decades, flowed
 from workbench.plots.timeline_events import signal_of
-from workbench.plots.timeline_evidence import ALARM
-from workbench.plots.timeline_panels import RunEvents, SignalPanel
-from workbench.plots.timeline_words import EVIDENCE_TITLE, accounts, landmarks, lead_in_words, marks_in_words
+from workbench.plots.timeline_panels import (
+    ALARM,
+    EVIDENCE_TITLE,
+    RunEvents,
+    SignalPanel,
+    accounts,
+    landmarks,
+    lead_in_words,
+    marks_in_words,
+)
 from workbench.plots.traces_figure import Trace, with_unit
 from workbench.studies import signals as sig
 from workbench.studies.signals import Quantiles, SignalBand, decimate, healthy_band
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.plots.timeline_events import TimelineEvent
-    from workbench.plots.timeline_evidence import EvidencePanel
+    from workbench.plots.timeline_panels import EvidencePanel
 
 
 @checked

@@ -1,17 +1,19 @@
-"""Content of the panels of the timeline: the events of each run, and each signal of all runs on one axis."""
+"""Content of the panels of the timeline: events and evidence of each run, each signal of all runs, and the texts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.plots.timeline_account import account_of
+from workbench.formatting import counted, listed
+from workbench.plots.style import depth_colors
 from workbench.plots.timeline_events import (
     AlarmLead,
     FaultSpan,
     TimelineEvent,
+    account_of,
     divergence_of,
     events_of,
     fault_spans,
@@ -19,7 +21,6 @@ from workbench.plots.timeline_events import (
     onsets_of,
     signal_of,
 )
-from workbench.plots.timeline_evidence import EvidencePanel
 from workbench.plots.traces_figure import _WIDE as WIDE
 from workbench.plots.traces_figure import BOUNDED, UNBOUNDED, Trace, TracesPanel
 from workbench.studies.signals import Check, SignalBand, checks_of
@@ -29,8 +30,82 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
+    from workbench.plots.timeline_events import TimelineEvent
+
+#: Evidence at which an alarm is raised.
+ALARM = 1.0
+#: Number of signals that are drawn.
+_N_SIGNALS = 4
+#: Ends of the logarithmic axis; values beyond them are drawn at its ends.
+LOWEST, FARTHEST = 0.1, 1000.0
+_TOPS = (2.0, 10.0, 100.0, FARTHEST)
+
+
+@dataclass(frozen=True)
+class EvidenceLine:
+    """Evidence of one signal.
+
+    Attributes:
+        signal: Name of the signal.
+        color: Color of the line.
+        step: Steps with a value, shape (row,).
+        value: Evidence relative to that of an alarm, clipped to the axis, shape (row,).
+    """
+
+    signal: str
+    color: str
+    step: np.ndarray
+    value: np.ndarray
+
+
+@dataclass(frozen=True)
+class EvidencePanel:
+    """Evidence of a run.
+
+    Attributes:
+        lines: The signals that reached an alarm first, then those nearest to one, in recorded order.
+        view: Ends of the logarithmic axis.
+        note: Remark on values that are omitted or clipped; empty if there are none.
+    """
+
+    lines: list[EvidenceLine]
+    view: tuple[float, float]
+    note: str
+
+    @classmethod
+    def of(cls, run: xr.DataTree) -> EvidencePanel | None:
+        """Read the evidence of a run; None if it has none. `workbench.alarms.evidence_of` computes it."""
+        if "evidence" not in run.children:
+            return None
+        data = run.children["evidence"].to_dataset(inherit=False)
+        step, names = data["step"].values.astype(np.int64), data["signal"].values.astype(str)
+        values = data["evidence"].transpose("step", "signal").values.astype(float)
+        is_known = ~np.isnan(values)
+        known = np.flatnonzero(is_known.any(axis=0))
+        if not len(known):
+            return cls(
+                [], (LOWEST, _TOPS[0]), "no evaluated step yet: the first 200 steps and the warm-up are excluded"
+            )
+        peaks = np.nanmax(values[:, known], axis=0)
+        reached = np.where(values[:, known] >= ALARM, step[:, None], np.inf).min(axis=0)
+        chosen = sorted(known[np.lexsort([-peaks, reached])[:_N_SIGNALS]].tolist())
+        top = np.nanmax(values[:, chosen])
+        beyond = [str(names[i]) for i in chosen if np.nanmax(values[:, i]) > FARTHEST]
+        lines = []
+        for i, color in zip(chosen, depth_colors(len(chosen)), strict=True):
+            here = is_known[:, i]
+            lines.append(EvidenceLine(str(names[i]), color, step[here], np.clip(values[here, i], LOWEST, FARTHEST)))
+        n_others = len(known) - len(chosen)
+        notes = [
+            f"{counted(n_others, 'weaker signal')} not shown" if n_others else "",
+            f"{listed(beyond)} above {FARTHEST:g}" if beyond else "",
+        ]
+        high = next(end for end in _TOPS if top <= end or end == FARTHEST)
+        return cls(lines, (LOWEST, high), "; ".join(filter(None, notes)))
+
+
 #: On a logarithmic axis, values above the usual ones by more than this factor are out of view.
-_FARTHEST = 1e3
+_FARTHEST_VALUE = 1e3
 
 
 @dataclass(frozen=True)
@@ -154,7 +229,7 @@ class PanelAxis:
         is_logarithmic = bool(variable not in BOUNDED and low > 0 and is_wide)
         if not shows_all and variable not in BOUNDED:
             usual = float(np.quantile(values, 0.8))
-            farthest = usual * _FARTHEST if is_logarithmic else usual + WIDE * (usual - low)
+            farthest = usual * _FARTHEST_VALUE if is_logarithmic else usual + WIDE * (usual - low)
             high = min(high, farthest) if farthest > low else high
         return cls(low, high, is_logarithmic)
 
@@ -184,3 +259,55 @@ def _in_view(line: Trace, span: tuple[float, float] | None) -> np.ndarray:
     columns = line.columns
     first, last = span or (-np.inf, np.inf)
     return columns["value"][(columns["step"] >= first) & (columns["step"] <= last)]
+
+
+EVIDENCE_TITLE = "Evidence of a change (alarm at 1)"
+
+
+def lead_in_words(lead: Any) -> str:
+    """Return the lead time as text, such as "effective_rank D2, 620 steps before grad_norm"."""
+    first, then = lead.first.source, "divergence" if lead.then.kind == "divergence" else lead.then.source
+    n = abs(lead.n_steps)
+    if n == 0:
+        return f"{first} at the same step as {then}"
+    return f"{first}, {n:,} step{'s' if n > 1 else ''} {'before' if lead.n_steps > 0 else 'after'} {then}"
+
+
+def landmarks(run_events: RunEvents) -> list[tuple[TimelineEvent, str]]:
+    """Return events with a line through all panels, and its dash: both ends of the lead time, or the first alarm."""
+    if run_events.lead is not None:
+        return [(run_events.lead.first, "dashed"), (run_events.lead.then, "dotted")]
+    first = run_events.onsets[:1]
+    return [(first[0], "dashed")] if first else []
+
+
+def accounts(all_events: Sequence[RunEvents]) -> list[str]:
+    """Return the first alarm and its likely cause for each run."""
+    found = [(run_events.run, run_events.account) for run_events in all_events if run_events.account]
+    return [account if len(all_events) == 1 else f"{run}: {account}" for run, account in found]
+
+
+def marks_in_words(all_events: Sequence[RunEvents]) -> list[str]:
+    """Return explanations of the marks that occur."""
+    onsets = [event for run_events in all_events for event in run_events.onsets]
+    alarms = [event for run_events in all_events for event in run_events.events if event.kind == "alarm"]
+    words = {
+        "shaded: fault active": any(run_events.faults for run_events in all_events),
+        "▼ first alarm of a mechanism": any(not event.is_established for event in onsets),
+        "▽ first alarm of loss or gradient norm": any(event.is_established for event in onsets),
+        "| later alarm": len(alarms) > len(onsets),
+        "◆ action": any(event.kind == "action" for run_events in all_events for event in run_events.events),
+        "× divergence": any(run_events.diverged is not None for run_events in all_events),
+        "· probe passed": any(check.is_sound for run_events in all_events for check in run_events.checks),
+        "■ probe failed": any(run_events.findings for run_events in all_events),
+    }
+    return [word for word, occurs in words.items() if occurs] or [no_alarms_in_words(all_events)]
+
+
+def no_alarms_in_words(all_events: Sequence[RunEvents]) -> str:
+    """Return what it means that no run has an alarm: that none was raised, or that no alarms were attached."""
+    watched = [run_events.run for run_events in all_events if run_events.evidence is not None]
+    others = [run_events.run for run_events in all_events if run_events.evidence is None]
+    if watched and others:
+        return f"alarms attached, none raised: {listed(watched)}; recorded without alarms: {listed(others)}"
+    return "alarms attached, none raised" if watched else "recorded without alarms"

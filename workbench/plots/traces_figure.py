@@ -11,8 +11,8 @@ from workbench.formatting import capitalized
 from workbench.io.run_access import divergence_step, named_runs, spectra_of
 from workbench.option_checks import NonNegativeInt, checked, one_of
 from workbench.plots import style
-from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
+from workbench.plots.figure_inputs import require_choices
 from workbench.plots.layer_profile_figure import LOGARITHMIC
 from workbench.plots.primitives import Primitives, decades, padded
 from workbench.schema.runs import MONITORS, SPECTRA

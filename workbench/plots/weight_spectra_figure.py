@@ -9,8 +9,8 @@ import numpy as np
 from workbench.errors import SchemaError
 from workbench.formatting import capitalized, clipped, counted, three_digits
 from workbench.plots import style
-from workbench.plots.dataset_columns import require_choices
 from workbench.plots.figure_files import redrawable
+from workbench.plots.figure_inputs import require_choices
 from workbench.plots.primitives import Primitives, decades
 from workbench.schema.weights import WEIGHT_CHANGES, WEIGHTS, validate_weights
 
