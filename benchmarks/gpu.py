@@ -36,11 +36,9 @@ from benchmarks.report import FOLDER, table
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
 from workbench.koopman import SnapshotMoments, layer_spectra, layer_spectrum, modes
-from workbench.models.batches import Batches
-from workbench.models.capture import capture_layers
-from workbench.models.layer_results import LayerResults
+from workbench.models.batches import Batches, TokenSelection
+from workbench.models.capture import LayerResults, capture_layers
 from workbench.models.streamed_capture import capture_streamed
-from workbench.models.token_selection import TokenSelection
 from workbench.zoo.decoders import Transformer
 
 EVERY = 10  # steps between two measurements of the mechanism monitors

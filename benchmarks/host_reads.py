@@ -19,7 +19,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 #: Optimizers keep their step count on the host, and tasks generate batches there, so that their reads do not wait.
 _OPTIMIZERS, _TASKS = str(Path("torch", "optim")), str(Path(ROOT, "workbench", "tasks"))
 #: Files that read on behalf of their callers.
-_READERS = (__file__, str(Path(ROOT, "workbench", "models", "device_numbers.py")))
+_READERS = (__file__, str(Path(ROOT, "workbench", "models", "readable_weights.py")))
 _READS = {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select}
 
 

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import call_model, on_device_of
+from workbench.models.calling import call_model, on_device_of, unwrap
 from workbench.models.probing import undisturbed, watch
-from workbench.models.wrapping import unwrap
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -4,9 +4,8 @@ import torch
 import workbench as wb
 from benchmarks.host_reads import HostReads
 from workbench.callbacks.recorder.options import CADENCE
-from workbench.models.batches import Batches
+from workbench.models.batches import Batches, TokenSelection
 from workbench.models.capture import capture_layers
-from workbench.models.token_selection import TokenSelection
 
 N_STEPS = 10
 

@@ -23,14 +23,14 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import workbench as wb
 from workbench.callbacks.recorder.collectors import Collectors, ModelReading
-from workbench.models import device_numbers
+from workbench.models import readable_weights
 from workbench.models.losses import largest_losses
 from workbench.probes import precision
 
 KIND, DEVICE = "somewhere", "somewhere:0"
 N_LAYERS, N_STEPS = 3, 50
 PACKAGE = str(Path(wb.__file__).parent)
-READERS = (device_numbers.__file__, str(Path(PACKAGE, "models", "probing.py")))
+READERS = (readable_weights.__file__, str(Path(PACKAGE, "models", "probing.py")))
 
 
 def place() -> str:
@@ -133,7 +133,7 @@ def main() -> None:
     register_device()
     pretend_values()
     label_parts()
-    device_numbers.Tensor = FakeTensor  # tensors that are read together
+    readable_weights.Tensor = FakeTensor  # tensors that are read together
     precision._disable_current_modes = nullcontext  # the mode that simulates the device must stay active
     model = wb.zoo.transformer(d_model=16, n_layers=N_LAYERS, n_heads=2, vocab_size=16, max_length=8)
     tokens = torch.randint(0, 16, (8, 8))

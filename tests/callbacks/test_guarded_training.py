@@ -102,7 +102,7 @@ def test_parameters_after_a_roll_back_are_those_of_the_checkpoint(tmp_path):
     assert records[-1].step < 39
     step = int(actions.done[0].message.split("restored from step ")[1].split(",")[0])
     expected, _ = model_and_task()
-    from workbench.models.run_checkpoints import load_weights
+    from workbench.models.checkpoint import load_weights
 
     load_weights(expected, tmp_path / "a.checkpoints" / f"step-{step:08d}")
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):

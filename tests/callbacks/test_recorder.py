@@ -235,7 +235,7 @@ class TestValues:
         """Sums over pieces equal those over the full tensor."""
         found = []
         for size in (10**9, 50):
-            monkeypatch.setattr("workbench.models.device_numbers._PIECE", size)
+            monkeypatch.setattr("workbench.models.readable_weights._PIECE", size)
             recorder = recorder_with(every={"optimizer": 2})
             run(dense(), task, 4, recorder)
             found.append(of_part(recorder, "optimizer")[-1].values)

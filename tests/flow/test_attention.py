@@ -9,8 +9,8 @@ from torch import nn
 
 import workbench as wb
 from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
-from workbench.flow.attention_sharpness import routing_margin, sharpness
 from workbench.flow.flow_measurement import measure
+from workbench.flow.gains import routing_margin, sharpness
 
 
 def scores(model, x, *, window=None):

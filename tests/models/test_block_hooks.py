@@ -7,8 +7,8 @@ from torch import nn
 from tests.about import says
 from workbench.errors import SnapshotError
 from workbench.models.anatomy import read_anatomy
+from workbench.models.block_calls import Site
 from workbench.models.block_hooks import BlockCall, BlockHooks, raise_on_unknown
-from workbench.models.site import Site
 
 
 class Block(nn.Module):

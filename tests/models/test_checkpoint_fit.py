@@ -14,7 +14,7 @@ from tests.about import about, says
 from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, build
 from tests.models.weight_models import rejection
 from workbench.errors import CheckpointError, OptionError, WorkbenchError
-from workbench.models.state_fit import unwrapped_names
+from workbench.models.state_files import unwrapped_names
 
 TOKENS = torch.randint(3, 97, (20, 7), generator=torch.Generator().manual_seed(0))
 

@@ -17,7 +17,7 @@ from workbench.flow.flow_measurement import measure
 from workbench.flow.gains import eager_options
 from workbench.models.anatomy import read_anatomy
 from workbench.models.block_hooks import BlockHooks
-from workbench.models.config_options import config_options, visible_attention
+from workbench.models.calling import config_options, visible_attention
 from workbench.monitors.attention_calls import BlockCalls, BlockNotes
 from workbench.monitors.probe_pass import ModelProbe
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from workbench.models import device_numbers
-from workbench.models.device_numbers import in_pieces, read_arrays, read_numbers
+from workbench.models import readable_weights
+from workbench.models.readable_weights import in_pieces, read_arrays, read_numbers
 
 
 def test_numbers_of_every_dtype_are_read_exactly():
@@ -43,7 +43,7 @@ def test_tensor_subclasses_are_read_by_their_own_method():
 
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 5), (), (0, 3)])
 def test_pieces_concatenate_to_the_tensor(shape, monkeypatch):
-    monkeypatch.setattr(device_numbers, "_PIECE", 6)
+    monkeypatch.setattr(readable_weights, "_PIECE", 6)
     one, other = torch.rand(shape), torch.rand(shape, dtype=torch.float64)
     pieces = list(in_pieces(one, other))
     assert len(pieces) == max(1, -(-one.numel() // 6))
@@ -53,7 +53,7 @@ def test_pieces_concatenate_to_the_tensor(shape, monkeypatch):
 
 def test_tensors_that_are_not_contiguous_are_not_split(monkeypatch):
     """Pieces in the order of memory would combine different entries."""
-    monkeypatch.setattr(device_numbers, "_PIECE", 6)
+    monkeypatch.setattr(readable_weights, "_PIECE", 6)
     transposed, contiguous = torch.rand(5, 4).T, torch.rand(4, 5)
     ((one, other),) = in_pieces(transposed, contiguous)
     assert one is transposed

@@ -149,7 +149,7 @@ def test_zipped_pickles_stay_on_disk(tmp_path):
 
 
 def test_a_module_is_unchanged_if_a_tensor_cannot_be_read():
-    from workbench.models.state_fit import load_state
+    from workbench.models.state_files import load_state
 
     def broken():
         raise CheckpointError("x is damaged.", name="x")
@@ -163,7 +163,7 @@ def test_a_module_is_unchanged_if_a_tensor_cannot_be_read():
 
 
 def test_large_tensors_are_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("workbench.models.state_fit._AT_ONCE", 1000)
+    monkeypatch.setattr("workbench.models.state_files._AT_ONCE", 1000)
     model = small()
     save_file(model.state_dict(), tmp_path / "x.safetensors")
     assert_opens(tmp_path / "x.safetensors", model)

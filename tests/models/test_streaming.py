@@ -198,7 +198,7 @@ class TestOneBlockAtATime:
 _KILLED = """
     import os, sys, torch
     import workbench as wb
-    from workbench.models.layer_results import LayerResults
+    from workbench.models.capture import LayerResults
 
     keep, done = LayerResults._keep, []
 
@@ -209,7 +209,7 @@ _KILLED = """
             os.kill(os.getpid(), 9)
 
     LayerResults._keep = keep_and_kill
-    import workbench.models.layer_results as results
+    import workbench.models.capture as results
     results._MOST_WAITING = 0
     subject = wb.open_checkpoint(sys.argv[1], streaming=True)
     ids = torch.randint(0, 90, (12, 16), generator=torch.Generator().manual_seed(0))
@@ -249,7 +249,7 @@ def test_no_finished_block_runs_again_after_the_process_was_killed(tmp_path, mon
 
 def test_states_in_the_journal_that_are_not_those_of_the_model_are_not_used(llama, monkeypatch):
     from workbench.models import streamed_capture
-    from workbench.models.layer_results import ProfileJournal
+    from workbench.models.capture import ProfileJournal
 
     expected = measured(wb.open_checkpoint(llama, streaming=True))
     states = ProfileJournal.states
@@ -260,7 +260,7 @@ def test_states_in_the_journal_that_are_not_those_of_the_model_are_not_used(llam
         if layer == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("workbench.models.layer_results._MOST_WAITING", 0)
+    monkeypatch.setattr("workbench.models.capture._MOST_WAITING", 0)
     with monkeypatch.context() as patch:
         patch.setattr(ProfileJournal, "finish", fail_at_the_last)
         with pytest.raises(KeyboardInterrupt):

@@ -5,8 +5,7 @@ from torch import nn
 import workbench as wb
 from tests.about import about, says
 from workbench.errors import OptionError, SnapshotError
-from workbench.models.batches import Batches
-from workbench.models.token_selection import TokenSelection
+from workbench.models.batches import Batches, TokenSelection
 
 TOKENS = torch.arange(200 * 64).reshape(200, 64)
 

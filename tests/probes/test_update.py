@@ -59,7 +59,7 @@ def test_the_ratio_distinguishes_small_steps_from_steps_across_the_valley(rate, 
 
 
 def test_large_parameters_are_summed_in_pieces(monkeypatch):
-    monkeypatch.setattr("workbench.models.device_numbers._PIECE", 5)
+    monkeypatch.setattr("workbench.models.readable_weights._PIECE", 5)
     torch.manual_seed(0)
     model, inputs = nn.Linear(4, 3), torch.rand(2, 4)
     before = {name: torch.rand_like(weight) for name, weight in model.named_parameters()}

@@ -6,7 +6,7 @@ import workbench as wb
 from tests.about import says
 from tests.small_training import same_weights
 from workbench.errors import CheckpointError, StoreError
-from workbench.models.run_checkpoints import list_checkpoints
+from workbench.models.checkpoint import list_checkpoints
 from workbench.training.checkpoints import branch_run
 
 SETTINGS = {"learning_rate": 1e-2, "seed": 5, "flush_every": 3, "checkpoint_every": 4, "spectra_every": 2}

@@ -18,7 +18,7 @@ from tests.small_training import same_weights
 from tests.waiting import wait_for
 from workbench.errors import StoreError
 from workbench.io.run_output import RecordingWarning, RunOutput
-from workbench.models.run_checkpoints import list_checkpoints
+from workbench.models.checkpoint import list_checkpoints
 from workbench.training import loop
 
 pytestmark = pytest.mark.medium

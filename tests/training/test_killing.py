@@ -13,7 +13,7 @@ import workbench as wb
 from tests.small_training import same_weights
 from tests.training import killed_run
 from tests.waiting import on_one_thread
-from workbench.models.run_checkpoints import latest_checkpoint
+from workbench.models.checkpoint import latest_checkpoint
 
 pytestmark = pytest.mark.subprocess
 

@@ -10,7 +10,7 @@ from tests.about import about, says
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from workbench.errors import CheckpointError, StoreError
-from workbench.models.run_checkpoints import latest_checkpoint
+from workbench.models.checkpoint import latest_checkpoint
 
 SETTINGS = {"n_steps": 14, "learning_rate": 1e-2, "warmup": 4, "schedule": "cosine", "seed": 5, "flush_every": 3}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workbench.models.run_checkpoints import list_checkpoints
+from workbench.models.checkpoint import list_checkpoints
 from workbench.training.checkpoints import branch_run
 
 if TYPE_CHECKING:

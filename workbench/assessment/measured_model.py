@@ -13,12 +13,11 @@ from torch import nn
 
 from workbench.errors import OptionError, WorkbenchError
 from workbench.models.batches import take_examples
-from workbench.models.calling import call_model, on_device_of
+from workbench.models.calling import call_model, on_device_of, unwrap
 from workbench.models.losses import prediction_of, token_loss
 from workbench.models.model_sizes import ModelSizes, model_sizes
 from workbench.models.probing import undisturbed
 from workbench.models.subject import Subject
-from workbench.models.wrapping import unwrap
 from workbench.scaling.designs import Design, design, transformers_config
 from workbench.scaling.transformers_source import build_full_size, cause_of
 from workbench.scaling.width_matching import matched_width

@@ -18,8 +18,7 @@ from workbench.flow.block_chain import chain_sizes
 from workbench.flow.flow_measurement import measure
 from workbench.flow.gains import eager_options
 from workbench.flow.norm_eps import eps_fractions
-from workbench.models.calling import on_device_of
-from workbench.models.config_options import config_options
+from workbench.models.calling import config_options, on_device_of
 from workbench.models.losses import token_loss
 from workbench.sweeps.case_measures import first_update
 from workbench.training.training_plan import NO_OPTIONS

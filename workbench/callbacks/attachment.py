@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import OptionError, StoreError
-from workbench.models.wrapping import innermost
+from workbench.models.calling import innermost
 from workbench.training.callback import Callback, CallbackGroup, TrainingRun
 from workbench.training.recording import first_difference
 

@@ -11,7 +11,7 @@ from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.faults import Injection, NoAuxiliaryLoss
 from workbench.errors import OptionError
 from workbench.io.store import open_run
-from workbench.models.run_checkpoints import list_checkpoints, load_weights
+from workbench.models.checkpoint import list_checkpoints, load_weights
 from workbench.training.callback import Callback, TrainingRun
 from workbench.training.checkpoints import read_checkpoint
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from workbench.errors import CheckpointError
 from workbench.io.files import as_path
-from workbench.models.checkpoint import ZOO_KEY
-from workbench.models.run_checkpoints import list_checkpoints
+from workbench.models.checkpoint import ZOO_KEY, list_checkpoints
 from workbench.models.state_files import CHECKPOINT, read_config
 from workbench.zoo.module_of import module_of
 

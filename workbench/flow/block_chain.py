@@ -13,14 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
-from workbench.flow.collapse import norm_of, rms
-from workbench.flow.gains import eager_options
-from workbench.flow.gradient_targets import Loss, end_of
-from workbench.models.block_calls import Call, record_calls, results
-from workbench.models.calling import run_model
-from workbench.models.config_options import config_options
+from workbench.flow.branch_reader import norm_of, rms
+from workbench.flow.gains import Loss, eager_options, end_of
+from workbench.models.block_calls import Call, record_calls, results, with_item
+from workbench.models.calling import config_options, run_model
 from workbench.models.probing import undisturbed, watch
-from workbench.models.site import with_item
 from workbench.models.stacks import MIN_COVERAGE, fraction_of_repeated
 
 #: Possible places of the state in the output of a block: the output itself, or the first item of a tuple or list.

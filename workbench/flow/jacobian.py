@@ -15,11 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workbench.errors import SnapshotError
 from workbench.flow.gains import eager_options
 from workbench.models.anatomy import Anatomy
+from workbench.models.block_calls import Site
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import run_model
-from workbench.models.config_options import config_options
+from workbench.models.calling import config_options, run_model
 from workbench.models.probing import undisturbed
-from workbench.models.site import Site
 
 #: Maximum number of entries of a state for which every singular value is computed.
 EXACT_UP_TO = 768

@@ -30,7 +30,7 @@ from workbench.hardware.reduction import (
 )
 from workbench.hardware.share_gradients import Batch, NotMeasured, WorkingCopy, compare
 from workbench.models.batches import count_examples, take_examples
-from workbench.models.site import Site
+from workbench.models.block_calls import Site
 from workbench.option_checks import Measured
 from workbench.schema.statuses import CriterionState
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import SnapshotError, WorkbenchError
-from workbench.models.calling import call_model
+from workbench.models.calling import call_model, unwrap
 from workbench.models.losses import auxiliary_loss, prediction_of
 from workbench.models.probing import family_options
-from workbench.models.wrapping import unwrap
 from workbench.training import low_precision
 
 Loss = Callable[[Tensor, Tensor], Tensor]

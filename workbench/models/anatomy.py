@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
-from workbench.models.block_calls import Call, Slot, has_matrix, record_calls
+from workbench.models.block_calls import Call, Site, Slot, has_matrix, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import on_device_of, run_model
+from workbench.models.calling import on_device_of, run_model, runnable, subject_in
 from workbench.models.layout import BATCH_FIRST, BatchLayout, layout_of
 from workbench.models.outside_residuals import OutsideStack, choose_outside, find_outside_stacks
 from workbench.models.probing import undisturbed, watch
 from workbench.models.residual_check import MIN_COSINE, lack_of_matrix, lack_of_residual, random_change
-from workbench.models.site import Site
 from workbench.models.stacks import (
     MIN_COVERAGE,
     AreBlocks,
@@ -37,10 +36,9 @@ from workbench.models.stacks import (
     require_one_stream,
     stream_axis_of,
 )
-from workbench.models.wrapping import runnable, subject_in
 
 if TYPE_CHECKING:
-    from workbench.models.site import Site
+    from workbench.models.block_calls import Site
     from workbench.models.subject import Subject
 
 

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from workbench.errors import SnapshotError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches
-from workbench.models.calling import on_device_of
+from workbench.models.block_calls import Site
+from workbench.models.calling import on_device_of, runnable, subject_in
 from workbench.models.column_matching import Columns, ColumnSource, NormStep, find_columns, first_token_columns
-from workbench.models.device_numbers import on_device
 from workbench.models.layout import BATCH_FIRST, BatchLayout, values_of
-from workbench.models.readable_weights import read_parameter, readable
-from workbench.models.site import Site
+from workbench.models.readable_weights import on_device, read_parameter, readable
 from workbench.models.streaming import with_weights
 from workbench.models.tracing import (
     BlockTrace,
@@ -34,7 +33,6 @@ from workbench.models.tracing import (
     matrix_of,
     trace_blocks,
 )
-from workbench.models.wrapping import runnable, subject_in
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject

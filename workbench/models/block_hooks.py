@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from workbench.errors import SnapshotError
+from workbench.models.block_calls import Place, Site
 from workbench.models.probing import HookRequest, watch
-from workbench.models.site import Place, Site
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of any supported format, opened as a `Subject`; checkpoints of the zoo are also saved."""
+"""Checkpoints of any supported format, opened as a subject; checkpoints of the zoo are saved, those of runs listed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,17 @@ from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
 from workbench.models.lazy_state import LazyTensor, base_model, kind_of_matrix, lazy_state, merged
-from workbench.models.state_files import CHECKPOINT, STATE_SUFFIXES, check_safetensors, read_config, require_files
-from workbench.models.state_fit import load_state, matched_state, tied_names, unwrapped_names
+from workbench.models.state_files import (
+    CHECKPOINT,
+    STATE_SUFFIXES,
+    check_safetensors,
+    load_state,
+    matched_state,
+    read_config,
+    require_files,
+    tied_names,
+    unwrapped_names,
+)
 from workbench.models.streaming import StreamedWeights, StreamingChoice, stream_module, stream_pretrained
 from workbench.models.subject import ByteTokenizer, Subject
 from workbench.models.weight_folders import (
@@ -335,7 +344,7 @@ def _open_folder(folder: Path, options: _Options, source: str | None = None) -> 
 
 
 def _open_gguf(path: Path, options: _Options) -> Subject:
-    from workbench.models.gguf_file import GgufFile
+    from workbench.models.lazy_state import GgufFile
 
     file, how = GgufFile.read(path), options.how
     is_streamed = how.is_streamed(file.n_bytes(options.dtype), why_not=file.why_not_streamed, is_strict=options.strict)
@@ -482,3 +491,37 @@ def _can_reach(endpoint: str) -> bool:
     except OSError:
         return False
     return True
+
+
+_NAME = re.compile(r"step-(\d{8})")
+#: File with the trained parameters of a parametrized model; model.safetensors holds its effective weights.
+PARAMETRIZED = "parametrized.safetensors"
+
+
+def list_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the checkpoints of a run by step in increasing order; empty if there are none."""
+    places = folder.glob("step-*") if folder.is_dir() else ()
+    found = {int(match.group(1)): place for place in places if (match := _NAME.fullmatch(place.name))}
+    return dict(sorted(found.items()))
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint with the largest step; None if there is none."""
+    found = list_checkpoints(folder)
+    return found[max(found)] if found else None
+
+
+def load_weights(model: nn.Module, place: Path) -> None:
+    """Load the weights of a checkpoint into a model of the same shape."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_model
+
+    is_parametrized = any(parametrize.is_parametrized(module) for module in model.modules())
+    file = place / (PARAMETRIZED if is_parametrized else "model.safetensors")
+    try:
+        load_model(model, file)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"The weights in {place} are damaged or belong to another model ({first}); pass the model of this run."
+        ) from error

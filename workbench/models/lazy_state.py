@@ -1,22 +1,28 @@
-"""Tensors of checkpoints of any format, which stay on disk until each is read."""
+"""Tensors of checkpoints of any format, which stay on disk until each is read; adapters of LoRA and GGUF files."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from workbench.errors import CheckpointError
-from workbench.models.state_files import CHECKPOINT, CONFIG, LazyTensor, read_state
-from workbench.models.state_fit import some
+from workbench.models.pretrained import errors_in_one_sentence, quiet_transformers, read_misfit, require_fit
+from workbench.models.state_files import CHECKPOINT, CONFIG, WEIGHTS, LazyTensor, read_state, some
 from workbench.models.weight_folders import ADAPTER_CONFIG, is_adapter, own_checkpoint, place_state, weight_places
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
@@ -156,7 +162,7 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
     """
     with CHECKPOINT.reading(path):
         if path.suffix == ".gguf" and not path.is_dir():
-            from workbench.models.gguf_file import GgufFile
+            from workbench.models.lazy_state import GgufFile
 
             return GgufFile.read(path).state()
         if not path.is_dir():
@@ -171,3 +177,207 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
                 raise CheckpointError(f"{folder} holds {min(repeated)} in several files; keep only one of them.")
             state |= found
         return state
+
+
+_REMEDY = "download it again, or use another file of this model"
+#: Levels of modules at which the names of tensors may begin: below the model they are its base model and the stack.
+_NAMED_LEVELS = 2
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A GGUF file of which only the header is in memory."""
+
+    path: Path
+    tensors: tuple[Any, ...]  # as the package gguf returns them, mapped from the file
+    architecture: str  # name in llama.cpp
+    n_blocks: int | None  # number of blocks that the header states
+
+    @classmethod
+    def read(cls, path: Path) -> GgufFile:
+        """Read the header of a file, which must agree with the length of the file."""
+        from gguf import GGUFReader
+
+        class Reader(GGUFReader):
+            def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+                # The package reads nothing beyond the end, as often as the header states.
+                if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                    raise ValueError("it is shorter than its header states")
+                return super()._get(offset, dtype, count, override_order)
+
+        try:
+            reader = Reader(WEIGHTS.check(path))
+            if not reader.tensors:
+                raise ValueError("it holds no tensors")
+            n_blocks = [int(field.parts[-1][0]) for key, field in reader.fields.items() if key.endswith(".block_count")]
+            architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+        except Exception as error:  # damaged bytes can cause any exception in the reader
+            raise CheckpointError(f"{path.name} is truncated or not a GGUF file; download it again.") from error
+        if max(n_blocks, default=0) > len(reader.tensors):
+            raise CheckpointError.of(
+                "block_count", max(n_blocks), f"at most {len(reader.tensors)}, one tensor for each"
+            )
+        return cls(path, tuple(reader.tensors), architecture, max(n_blocks, default=None))
+
+    @property
+    def why_not_streamed(self) -> str:
+        """Reason why the file cannot be read tensor by tensor, as a clause; empty if it can."""
+        if not self._is_read_at_once:
+            return ""
+        return f"transformers reads all tensors of the architecture {self.architecture} at once"
+
+    def n_bytes(self, dtype: torch.dtype | str = "auto") -> int:
+        """Return the size of the weights in memory, in bytes."""
+        size = 4 if isinstance(dtype, str) else dtype.itemsize
+        return size * sum(int(tensor.n_elements) for tensor in self.tensors)
+
+    def model(
+        self, *, dtype: torch.dtype | str = "auto", strict: bool = True, without_memory: bool = False
+    ) -> tuple[nn.Module, str]:
+        """Return the model of the file, and a clause that states what was not loaded, empty if all was loaded.
+
+        Quantized weights keep the rounding error of their quantization. The dtype "auto" is float32, so that there is
+        no other rounding; for architectures that transformers reads at once (LFM2, Qwen3.5) and for files that are not
+        quantized, it is the type in the file. ``without_memory`` leaves the model on the meta device.
+        """
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        with errors_in_one_sentence(self.path.name, remedy=_REMEDY), quiet_transformers():
+            if self._is_read_at_once:
+                from transformers import AutoModelForCausalLM, GgufConfig
+
+                options |= {"quantization_config": GgufConfig(dequantize=True), "trust_remote_code": False}
+                options |= {} if dtype == "auto" else {"dtype": dtype}
+                folder = self.path.parent
+                loaded: Any = AutoModelForCausalLM.from_pretrained(folder, gguf_file=self.path.name, **options)
+                file_only = self._beyond()
+            else:
+                empty, state = self._model_and_state
+                config = copy.deepcopy(empty.config)
+                config.architectures = [type(empty).__name__]
+                options["dtype"] = torch.float32 if dtype == "auto" else dtype
+                options |= {"device_map": {"": "meta"}} if without_memory else {}
+                loaded = type(empty).from_pretrained(None, config=config, state_dict=dict(state), **options)
+                file_only = ()
+            model, info = loaded
+            info = {**info, "unexpected_keys": {*info["unexpected_keys"], *file_only}}
+            misfit = read_misfit(model, info)
+            require_fit(model, misfit, self.path.name, strict=strict, remedy=_REMEDY)
+        # The weights are ordinary floats now, but saving would raise as long as the model is marked as quantized.
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.config.name_or_path = model.name_or_path = str(self.path)
+        return model, misfit.unloaded(left="random values")
+
+    def state(self) -> dict[str, LazyTensor]:
+        """Return the tensors by the names of transformers; each is dequantized to float32 when it is read."""
+        if self._is_read_at_once:
+            raise CheckpointError(
+                f"{self.path.name} has the architecture {self.architecture}, whose tensors transformers reads all at "
+                "once; open it as a model."
+            )
+        with errors_in_one_sentence(self.path.name, remedy=_REMEDY), quiet_transformers():
+            return dict(self._model_and_state[1])
+
+    @property
+    def _is_read_at_once(self) -> bool:
+        """Whether transformers cannot process single tensors of the architecture."""
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+
+        return bool(is_gguf_arch_supported(self.architecture))
+
+    def _beyond(self) -> tuple[str, ...]:
+        """Return names of tensors of blocks beyond the number in the header, which transformers silently ignores."""
+        blocks = [(tensor.name, re.match(r"blk\.(\d+)\.", tensor.name)) for tensor in self.tensors]
+        n_blocks = self.n_blocks
+        return tuple(name for name, block in blocks if block and n_blocks is not None and int(block[1]) >= n_blocks)
+
+    @cached_property
+    def _model_and_state(self) -> tuple[Any, dict[str, LazyTensor]]:
+        """The model on the meta device, and the tensors by its names; surplus tensors keep the names in the file."""
+        from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+            load_gguf_checkpoint,
+        )
+
+        options = load_gguf_checkpoint(str(self.path))["config"]
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[options["model_type"]].from_dict(options))
+        processor = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)(config=options)
+        names = get_gguf_hf_weights_map(_Outermost(model, _NAMED_LEVELS), processor)
+        parts: dict[str, list[Any]] = {}
+        for tensor in self.tensors:
+            # Experts are named without the ending, because transformers stacks them in one parameter.
+            name = names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))
+            if name is not None:
+                parts.setdefault(name, []).append(tensor)
+        file, own = self.path.name, {tensor.name: tensor for tensor in self.tensors}
+        state = {name: _processed(file, name, held, processor, names) for name, held in parts.items()}
+        return model, state | {n: _processed(file, n, [own[n]], TensorProcessor(), {}) for n in self._beyond()}
+
+
+@dataclass(frozen=True)
+class _Outermost:
+    """The outer levels of a module, from which transformers derives the names of tensors.
+
+    For each module transformers recomputes the names of all tensors, although no name begins at a module deep inside.
+    With all modules of 30 blocks this takes ten seconds.
+    """
+
+    module: nn.Module
+    n_levels: int
+
+    @property
+    def config(self) -> Any:
+        """Configuration of the module."""
+        return self.module.config
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors of the module."""
+        return self.module.state_dict()
+
+    def named_children(self) -> list[tuple[str, _Outermost]]:
+        """Return its direct submodules; none below the last level."""
+        children = self.module.named_children() if self.n_levels else ()
+        return [(name, _Outermost(child, self.n_levels - 1)) for name, child in children]
+
+
+def _processed(file: str, name: str, parts: Sequence[Any], processor: Any, names: Mapping[str, str]) -> LazyTensor:
+    """Return a tensor of a model, computed from tensors of a file (several for experts) when it is read."""
+
+    def process(part: Any, values: Any, joined: dict[str, dict[str, Tensor]]) -> Any:
+        try:
+            return processor.process(
+                weights=values, name=part.name, tensor_key_mapping=names, parsed_parameters=joined
+            ).weights
+        except Exception as error:  # a shape that the processor cannot divide
+            raise CheckpointError(
+                f"{part.name} of {file} has a shape that does not fit the header; {_REMEDY}."
+            ) from error
+
+    def read() -> Tensor:
+        from gguf import dequantize
+
+        joined: dict[str, dict[str, Tensor]] = {"tensors": {}}
+        for part in parts:
+            values = process(part, dequantize(part.data, part.tensor_type), joined)
+        return joined["tensors"][name] if joined["tensors"] else torch.from_numpy(np.array(values))
+
+    shapes = [tuple(int(size) for size in reversed(part.shape)) for part in parts]
+    if "_exps." in parts[0].name:
+        shape: tuple[int, ...] = (shapes[0][0], sum(shape[1] for shape in shapes), *shapes[0][2:])
+    else:
+        empty = np.broadcast_to(np.float32(-1), shapes[0])  # takes no memory
+        shape = tuple(process(parts[0], empty, {"tensors": {}}).shape)
+    return LazyTensor(shape, torch.float32, read, sum(int(part.n_bytes) for part in parts))
+
+
+def gguf_tokenizer(path: Path) -> Any:
+    """Return the tokenizer of a GGUF file as a tokenizer of Hugging Face."""
+    from transformers import AutoTokenizer
+
+    with errors_in_one_sentence(path.name, remedy=_REMEDY), quiet_transformers():
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)

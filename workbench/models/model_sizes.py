@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from workbench.models.wrapping import unwrap
+from workbench.models.calling import unwrap
 from workbench.option_checks import PositiveInt
 
 _NAMES = {

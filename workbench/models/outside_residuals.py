@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
-from workbench.models.block_calls import Call, State, has_matrix, record_calls
-from workbench.models.site import Place, Site
+from workbench.models.block_calls import Call, Place, Site, State, has_matrix, record_calls
 from workbench.models.stacks import MIN_COVERAGE, block_counts, fraction_of_repeated
 
 Shape = tuple[int, ...]

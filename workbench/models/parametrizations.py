@@ -21,9 +21,8 @@ from torch.nn.utils import parametrizations, parametrize
 from workbench.errors import OptionError
 from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import take_examples
-from workbench.models.calling import on_device_of
+from workbench.models.calling import on_device_of, unwrap
 from workbench.models.probing import eval_mode
-from workbench.models.wrapping import unwrap
 from workbench.option_checks import PositiveInt, checked
 from workbench.zoo import ZooModel
 from workbench.zoo.module_of import module_of

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError, WorkbenchError
-from workbench.models.state_fit import Misfit, in_order, shapes_differ, some, unwrapped_names
+from workbench.models.state_files import Misfit, in_order, shapes_differ, some, unwrapped_names
 from workbench.models.weight_folders import FolderWeights, folder_weights
 
 #: Tables of the classes that are tried where config.json names none; the first that the weights fit exactly is used.

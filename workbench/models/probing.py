@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.errors import SnapshotError
-from workbench.models.config_options import Option, config_options, configs_of
-from workbench.models.wrapping import as_written
+from workbench.models.calling import Option, as_written, config_options, configs_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -23,16 +23,14 @@ from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.sketch import OVERSAMPLING
 from workbench.koopman.spectra import as_dataset, layer_spectra, warn_if_rank_deficient
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.batches import TOKENS_OF_A_TASK, Batches, shortened
+from workbench.models.batches import TOKENS_OF_A_TASK, Batches, TokenSelection, shortened
 from workbench.models.calling import device_of
-from workbench.models.capture import capture_layers, is_sketched
+from workbench.models.capture import LayerResults, ProfileJournal, capture_layers, is_sketched, n_waiting
 from workbench.models.checkpoint import open_checkpoint
-from workbench.models.layer_results import LayerResults, ProfileJournal, n_waiting
 from workbench.models.layout import values_of
 from workbench.models.residual_check import require_residuals
 from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
-from workbench.models.token_selection import TokenSelection
 from workbench.option_checks import NonNegativeInt, PositiveInt
 from workbench.schema.runs import SPECTRA_COUNTS
 

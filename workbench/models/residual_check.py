@@ -15,12 +15,11 @@ from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
 from workbench.models.block_calls import has_matrix
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import on_device_of, run_model
+from workbench.models.calling import on_device_of, run_model, runnable
 from workbench.models.probing import undisturbed
-from workbench.models.wrapping import runnable
 
 if TYPE_CHECKING:
-    from workbench.models.site import Site
+    from workbench.models.block_calls import Site
 
 #: Minimum of the mean cosine between a small change of the state that enters and the resulting change of the state that
 #: leaves. Residual blocks, including Post-LN, had 0.5 and more; attention and MLP branches without residual below 0.15.

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import Batches
-from workbench.models.calling import on_device_of
+from workbench.models.block_calls import Site
+from workbench.models.calling import on_device_of, runnable, subject_in
 from workbench.models.readable_weights import read_parameter, readable
-from workbench.models.site import Site
 from workbench.models.streaming import with_weights
 from workbench.models.tracing import BlockTrace, ParameterSlice, Projection, TopChoice, trace_blocks
-from workbench.models.wrapping import runnable, subject_in
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject

@@ -18,29 +18,26 @@ from torch import nn
 
 from workbench.io.memory import give_back
 from workbench.models.anatomy import Anatomy
-from workbench.models.calling import on_device_of, run_model
+from workbench.models.calling import config_options, configs_of, on_device_of, run_model
 from workbench.models.capture import (
     StreamWatcher,
+    digest_of,
     head_of,
     moments_for,
     require_finite,
     require_reached,
     unknown_block_hooks,
 )
-from workbench.models.config_options import config_options, configs_of
-from workbench.models.layer_results import digest_of
 from workbench.models.probing import undisturbed, watch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.koopman.dmd import DmdOptions
-    from workbench.models.batches import Batches
-    from workbench.models.capture import Moments
-    from workbench.models.layer_results import LayerResults
-    from workbench.models.site import Site
+    from workbench.models.batches import Batches, TokenSelection
+    from workbench.models.block_calls import Site
+    from workbench.models.capture import LayerResults, Moments
     from workbench.models.subject import Subject
-    from workbench.models.token_selection import TokenSelection
 
 #: Prefixes of options that only models with recurrent layers have.
 _RECURRENT = ("mamba", "ssm", "state_size", "conv", "linear_", "recurrent", "lru", "attention_hidden_size")

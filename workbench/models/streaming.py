@@ -15,7 +15,7 @@ from torch import nn
 
 from workbench.errors import CheckpointError
 from workbench.io.memory import free_memory
-from workbench.models.state_fit import tied_names, unwrapped_names
+from workbench.models.state_files import tied_names, unwrapped_names
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -106,7 +106,7 @@ class Subject:
         if self.own_tokenizer is not None:
             return self.own_tokenizer
         if self.folder is not None and self.folder.suffix == ".gguf" and self.folder.is_file():
-            from workbench.models.gguf_file import gguf_tokenizer
+            from workbench.models.lazy_state import gguf_tokenizer
 
             return gguf_tokenizer(self.folder)
         if self.folder is not None and (self.folder / "tokenizer_config.json").exists():

@@ -13,13 +13,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from workbench.models.anatomy import Anatomy
+from workbench.models.block_calls import Site
 from workbench.models.block_hooks import BlockCall, BlockHooks, raise_on_unknown
-from workbench.models.calling import run_model
-from workbench.models.config_options import config_options, visible_attention
+from workbench.models.calling import config_options, is_split, run_model, visible_attention
 from workbench.models.probing import HookRequest, storage_pointer, undisturbed, watch
 from workbench.models.readable_weights import full_tensor
-from workbench.models.site import Site
-from workbench.models.wrapping import is_split
 
 #: Largest relative difference between the outputs of a module and those of the matrix computed for it.
 _LARGEST_GAP = 1e-3

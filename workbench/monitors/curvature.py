@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import OptionError
-from workbench.models.config_options import config_options, visible_attention
+from workbench.models.calling import config_options, unwrap, visible_attention
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed
-from workbench.models.wrapping import unwrap
 from workbench.option_checks import NonNegativeFloat, PositiveInt, at_least, checked
 
 if TYPE_CHECKING:

@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from workbench.errors import require_listed
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import Unreadable
-from workbench.models.batches import inputs_of
+from workbench.models.batches import TokenSelection, inputs_of
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import call_model, on_device_of
-from workbench.models.config_options import config_options, visible_attention
-from workbench.models.device_numbers import read_arrays
+from workbench.models.calling import call_model, config_options, on_device_of, unwrap, visible_attention
 from workbench.models.probing import undisturbed
+from workbench.models.readable_weights import read_arrays
 from workbench.models.router_weights import Router, router_weights
-from workbench.models.token_selection import TokenSelection
-from workbench.models.wrapping import unwrap
 from workbench.monitors.attention_calls import BlockCalls, BlockNotes
 from workbench.monitors.matrices import widened
 from workbench.monitors.router_health import (

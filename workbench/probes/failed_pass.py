@@ -15,11 +15,23 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from workbench.errors import OptionError
 from workbench.formatting import capitalized, counted, number_in_words
+from workbench.models.calling import bare, is_split, unwrap
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed, watch
-from workbench.models.wrapping import bare, is_split, unwrap
-from workbench.probes.bad_operations import BadOperation, Operations, first_bad_operation, gradient_suggestion
-from workbench.probes.pass_readings import Call, Calls, Edge, Reading, key_of, largest_of, read, readings_of
+from workbench.probes.pass_readings import (
+    BadOperation,
+    Call,
+    Calls,
+    Edge,
+    Operations,
+    Reading,
+    first_bad_operation,
+    gradient_suggestion,
+    key_of,
+    largest_of,
+    read,
+    readings_of,
+)
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject

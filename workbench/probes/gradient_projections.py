@@ -17,9 +17,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from workbench.errors import OptionError
-from workbench.models.device_numbers import read_arrays
-from workbench.models.readable_weights import local_part, parameters_of_shards
-from workbench.models.wrapping import is_shared, message_device
+from workbench.models.calling import is_shared, message_device
+from workbench.models.readable_weights import local_part, parameters_of_shards, read_arrays
 from workbench.probes.gradient_agreement import ProjectedGradients
 
 #: Number of projections of a gradient: one random byte holds the signs of an element in all of them.

@@ -20,14 +20,12 @@ from workbench.errors import OptionError
 from workbench.formatting import fine_percent
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
+from workbench.models.block_calls import Site
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import named_arguments
-from workbench.models.config_options import config_options, known_options, visible_attention
-from workbench.models.device_numbers import on_device, read_arrays
+from workbench.models.calling import config_options, known_options, named_arguments, unwrap, visible_attention
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed, watch
-from workbench.models.site import Site
-from workbench.models.wrapping import unwrap
+from workbench.models.readable_weights import on_device, read_arrays
 from workbench.schema.runs import PRECISION
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 
 from workbench.errors import OptionError
 from workbench.formatting import capitalized, counted, listed, number_in_words
-from workbench.models.wrapping import is_shared, message_device
+from workbench.models.calling import is_shared, message_device
 
 #: Number formats in which gradients are reduced.
 _FORMATS = ("float16", "bfloat16", "float32", "float64")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from workbench.errors import OptionError
-from workbench.models.device_numbers import in_pieces, read_numbers
+from workbench.models.calling import unwrap
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed
-from workbench.models.wrapping import unwrap
+from workbench.models.readable_weights import in_pieces, read_numbers
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject

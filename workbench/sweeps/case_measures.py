@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from workbench.koopman.spectra import RankWarning
 from workbench.models.anatomy import Anatomy, read_anatomy
+from workbench.models.batches import TokenSelection
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.capture import StreamWatcher
@@ -25,7 +26,6 @@ from workbench.models.probing import family_options, undisturbed
 from workbench.models.profile import profile
 from workbench.models.residual_check import require_residuals
 from workbench.models.subject import Subject
-from workbench.models.token_selection import TokenSelection
 from workbench.option_checks import Bound, NonNegativeInt, PositiveFloat, PositiveInt
 from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of
 from workbench.sweeps.planned_runs import describe_plan

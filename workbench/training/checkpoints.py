@@ -19,8 +19,8 @@ from workbench.errors import CheckpointError, StoreError
 from workbench.io.atomic import check_free, replacing
 from workbench.io.files import FileKind
 from workbench.io.run_writer import RunWriter
+from workbench.models.checkpoint import list_checkpoints
 from workbench.models.parametrizations import is_parametrized, plain_copy
-from workbench.models.run_checkpoints import list_checkpoints
 
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "training.pt"

@@ -22,9 +22,9 @@ from workbench.io.run_parts import Lost
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
 from workbench.models.calling import call_model, on_device_of
-from workbench.models.device_numbers import read_numbers
+from workbench.models.checkpoint import latest_checkpoint, load_weights
 from workbench.models.losses import accuracy_on_device, auxiliary_loss, prediction_of
-from workbench.models.run_checkpoints import latest_checkpoint, load_weights
+from workbench.models.readable_weights import read_numbers
 from workbench.probes.failed_pass import Around, LossOf, first_bad_tensor
 from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream

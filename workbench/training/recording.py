@@ -22,7 +22,7 @@ from workbench.io.atomic import check_free
 from workbench.io.provenance import versions
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
-from workbench.models.run_checkpoints import latest_checkpoint
+from workbench.models.checkpoint import latest_checkpoint
 from workbench.models.subject import Subject
 from workbench.option_checks import PositiveInt, checked
 

@@ -16,7 +16,7 @@ from workbench.callbacks.gathering import AnyCallback, gather
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.callbacks.recorder.updates import total_gradient_norm
 from workbench.errors import MissingPackageError, OptionError
-from workbench.models.wrapping import innermost
+from workbench.models.calling import innermost
 
 if TYPE_CHECKING:
     from types import ModuleType

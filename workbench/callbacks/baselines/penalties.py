@@ -21,8 +21,7 @@ from workbench.errors import AnatomyError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_examples
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import on_device_of
-from workbench.models.wrapping import entrances, unwrap
+from workbench.models.calling import entrances, on_device_of, unwrap
 from workbench.option_checks import (
     Fraction,
     NonNegativeFloat,

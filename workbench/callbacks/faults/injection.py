@@ -29,10 +29,9 @@ from workbench.callbacks.faults.flash_attention_mode import (
 )
 from workbench.errors import OptionError
 from workbench.models.batches import count_examples, take_examples
-from workbench.models.calling import call_model
+from workbench.models.calling import acting_on_gradients, call_model, innermost, unwrap
 from workbench.models.losses import auxiliary_loss
 from workbench.models.probing import undisturbed
-from workbench.models.wrapping import acting_on_gradients, innermost, unwrap
 from workbench.tasks.task import mixed_seed
 from workbench.training.callback import Callback, PassFunction, PassResult, TrainingRun
 from workbench.training.loop import takes_several_passes

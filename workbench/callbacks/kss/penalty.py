@@ -13,7 +13,7 @@ from torch.nn.functional import softplus
 
 from workbench.errors import OptionError, SnapshotError
 from workbench.koopman.dmd import DmdOptions, koopman_matrices, koopman_matrix
-from workbench.models.device_numbers import read_numbers
+from workbench.models.readable_weights import read_numbers
 from workbench.option_checks import (
     NonNegativeFloat,
     PositiveFloat,

@@ -19,23 +19,23 @@ from workbench.callbacks.kss.trust_region import gain_terms, gains_of
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
 from workbench.koopman.moments import SnapshotMoments
 from workbench.models.anatomy import Anatomy, read_anatomy
-from workbench.models.batches import Batches, count_examples, take_examples
-from workbench.models.calling import call_model, named_arguments
-from workbench.models.capture import StreamWatcher, empty_moments
-from workbench.models.device_numbers import read_numbers
-from workbench.models.probing import eval_mode, undisturbed, watch
-from workbench.models.residual_check import require_residuals
-from workbench.models.token_selection import TokenSelection
-from workbench.models.wrapping import (
+from workbench.models.batches import Batches, TokenSelection, count_examples, take_examples
+from workbench.models.calling import (
     acting_on_gradients,
     as_written,
     bare,
+    call_model,
     entrances,
     innermost,
     is_shared,
     is_split,
     message_device,
+    named_arguments,
 )
+from workbench.models.capture import StreamWatcher, empty_moments
+from workbench.models.probing import eval_mode, undisturbed, watch
+from workbench.models.readable_weights import read_numbers
+from workbench.models.residual_check import require_residuals
 from workbench.training.callback import Callback, TrainingRun
 from workbench.zoo.module_of import module_of
 

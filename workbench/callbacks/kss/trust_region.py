@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from workbench.models.device_numbers import read_numbers
+from workbench.models.readable_weights import read_numbers
 from workbench.option_checks import (
     Fraction,
     NonNegativeFloat,

@@ -43,7 +43,7 @@ from workbench.callbacks.recorder.settings import SettingsWatch
 from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
 from workbench.errors import WorkbenchError
 from workbench.io.run_output import RunOutput, before_exit, issue_warning
-from workbench.models.wrapping import bare, is_shared
+from workbench.models.calling import bare, is_shared
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event

@@ -30,9 +30,8 @@ from workbench.callbacks.recorder.backward_passes import (
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_examples, take_examples
-from workbench.models.calling import named_arguments
+from workbench.models.calling import bare, entrances, named_arguments
 from workbench.models.losses import are_classes, largest_losses, loss_in, prediction_of, targets_of, tensors_in
-from workbench.models.wrapping import bare, entrances
 from workbench.probes.batch import IGNORED, BatchProbe, lookahead
 
 

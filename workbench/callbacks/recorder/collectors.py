@@ -30,12 +30,10 @@ from workbench.io.memory import free_memory
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
 from workbench.models.batches import take_examples
-from workbench.models.calling import on_device_of
-from workbench.models.device_numbers import read_arrays
+from workbench.models.calling import as_written, on_device_of
 from workbench.models.probing import without_own_hooks
-from workbench.models.readable_weights import gathered, local_part, readable, reshard, shards_in
+from workbench.models.readable_weights import gathered, local_part, read_arrays, readable, reshard, shards_in
 from workbench.models.router_weights import Router, router_weights
-from workbench.models.wrapping import as_written
 from workbench.monitors.curvature import preconditioned_sharpness, sharpness
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.probe_pass import ModelProbe

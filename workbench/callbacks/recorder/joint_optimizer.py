@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from workbench.errors import OptionError
+from workbench.models.calling import acting_on_gradients, innermost
 from workbench.models.probing import undisturbed
 from workbench.models.readable_weights import full_tensor, local_part
-from workbench.models.wrapping import acting_on_gradients, innermost
 
 
 def optimizers_in(given: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from workbench.errors import OptionError, require_listed
 from workbench.io.run_output import issue_warning
-from workbench.models.device_numbers import read_numbers
+from workbench.models.readable_weights import read_numbers
 
 #: Default number of steps between two measurements of each part; None if it is not measured.
 CADENCE: dict[str, int | None] = {

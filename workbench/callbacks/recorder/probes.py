@@ -17,11 +17,10 @@ from workbench.callbacks.recorder.ranks import jointly
 from workbench.errors import OptionError, SnapshotError
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable
-from workbench.models.calling import call_model
-from workbench.models.device_numbers import read_arrays
+from workbench.models.calling import call_model, is_shared
 from workbench.models.losses import loss_in, prediction_of, tensors_in, token_loss
 from workbench.models.probing import undisturbed
-from workbench.models.wrapping import is_shared
+from workbench.models.readable_weights import read_arrays
 from workbench.monitors.attention_health import qk_update_spectrum
 from workbench.monitors.matrices import effective_rank, frobenius_norm, spectral_entropy, stable_rank
 from workbench.probes.gradient_agreement import GradientVerdict

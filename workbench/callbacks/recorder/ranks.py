@@ -14,7 +14,7 @@ from torch import distributed
 from workbench.errors import OptionError, SnapshotError
 from workbench.formatting import listed
 from workbench.io.run_output import issue_warning
-from workbench.models.wrapping import is_shared, message_device
+from workbench.models.calling import is_shared, message_device
 from workbench.probes.precision import broken_arithmetic
 
 #: A setting that has changed: its name, the ratio of the new to the previous value, and a sentence.

@@ -35,8 +35,7 @@ from workbench.io.provenance import versions
 from workbench.io.run_output import RecordingWarning, RunOutput
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
-from workbench.models.calling import on_device_of
-from workbench.models.wrapping import bare, is_shared
+from workbench.models.calling import bare, is_shared, on_device_of
 from workbench.monitors.scalars import SpikeScore
 from workbench.option_checks import PositiveFloat, PositiveInt, checked
 from workbench.schema.events import Event

@@ -16,8 +16,8 @@ from workbench.callbacks.alarms.settings_sentinel import Plan, SettingsChange, S
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.formatting import counted, listed
 from workbench.io.provenance import versions
-from workbench.models.device_numbers import read_numbers
-from workbench.models.wrapping import bare, innermost
+from workbench.models.calling import bare, innermost
+from workbench.models.readable_weights import read_numbers
 
 #: Numbers in an optimizer's groups that are settings. Others may be its state, such as the counters and estimates that
 #: some optimizers store there; bools are settings regardless of their names.

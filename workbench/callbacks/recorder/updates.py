@@ -13,8 +13,7 @@ from torch import Tensor, distributed
 
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
 from workbench.callbacks.recorder.ranks import jointly, summed_over_ranks
-from workbench.models.device_numbers import in_pieces, read_numbers
-from workbench.models.readable_weights import local_part
+from workbench.models.readable_weights import in_pieces, local_part, read_numbers
 from workbench.monitors.optimizer_health import (
     adam_staleness,
     gradient_rms,
@@ -24,7 +23,7 @@ from workbench.monitors.optimizer_health import (
 
 if TYPE_CHECKING:
     from workbench.models.anatomy import Anatomy
-    from workbench.models.site import Site
+    from workbench.models.block_calls import Site
 
 #: Quantities summed over each module, each as a sum of squares and a count.
 _GRADIENT, _WEIGHT, _CHANGE, _STALENESS, _FIRST_MOMENT, _SECOND_MOMENT, _UNCHANGED, _WITH_GRADIENT = range(8)

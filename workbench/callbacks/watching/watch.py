@@ -18,7 +18,7 @@ from workbench.callbacks.recorder.joint_optimizer import optimizers_in
 from workbench.callbacks.recorder.options import CADENCE
 from workbench.callbacks.recorder.ranks import is_first, meet, of_first_rank
 from workbench.callbacks.watching.run_status import RunStatus, StatusDisplay
-from workbench.models.wrapping import bare
+from workbench.models.calling import bare
 from workbench.option_checks import PositiveFloat, PositiveInt, checked
 
 if TYPE_CHECKING:
