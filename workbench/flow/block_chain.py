@@ -30,11 +30,9 @@ def chain_sizes(
     """Compute the root mean square of each block's output, and the norm of the loss's gradient with respect to it.
 
     The model runs in eval mode with the outputs of all blocks detached from the graph. The gradient is then propagated
-    back block by block, and each block must pass it only to the output of the previous block.
-
-    Returns:
-        Root mean squares and gradient norms, both of shape (block,), float64. If the loss has no gradient, as with an
-        output head of zeros, the gradient is that of the last block's output along a random direction.
+    back block by block, and each block must pass it only to the output of the previous block. Both arrays have shape
+    (block,), float64. If the loss has no gradient, as with an output head of zeros, the gradient is that of the last
+    block's output along a random direction.
     """
     blocks = _blocks_of(model, batch)
     cuts: list[tuple[Tensor, Tensor]] = []

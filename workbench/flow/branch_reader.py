@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Number
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,9 @@ from workbench.monitors.matrices import effective_rank, widened
 
 
 def rms(x: Tensor, rows: Tensor | None = None) -> float:
-    """Return the root mean square of all entries, computed in float64.
+    """Return the root mean square of all entries of states (..., feature), computed in float64.
 
-    Args:
-        x: States, shape (..., feature).
-        rows: Boolean mask of the tokens to include, shape (...); all are included if it is None or has another shape.
+    ``rows`` is a mask of the tokens to include; all are included if it is None or has another shape.
     """
     norm = norm_of(x, rows)
     n = int(rows.sum()) * x.shape[-1] if _fits(rows, x) else x.numel()
@@ -38,13 +36,8 @@ def norm_of(x: Tensor, rows: Tensor | None = None) -> float:
 def token_cosine(states: Tensor, rows: Tensor | None = None) -> float:
     """Return the mean cosine between two different tokens of a sequence, which tends to 1 in representation collapse.
 
-    Args:
-        states: Shape (sequence, ..., feature); (token, feature) for a single sequence.
-        rows: Boolean mask of the tokens to include, shape (sequence, ...); None for all. States that are zero are
-            never included.
-
-    Returns:
-        Value between -1 and 1; NaN if no sequence has two included tokens.
+    States have shape (sequence, ..., feature), or (token, feature) for a single sequence; ``rows`` is a mask of the
+    tokens to include. States that are zero are never included. NaN if no sequence has two included tokens.
     """
     states = widened(states.detach())
     states = states[None] if states.ndim == 2 else states.flatten(1, -2)
@@ -61,14 +54,8 @@ def token_cosine(states: Tensor, rows: Tensor | None = None) -> float:
 def relative_effective_rank(states: Tensor, rows: Tensor | None = None) -> float:
     """Return the effective rank of token states (Roy and Vetterli 2007) over its maximum, min(tokens, features).
 
-    The states are not centered, so that tokens with the same state count as one direction.
-
-    Args:
-        states: Shape (..., feature).
-        rows: Boolean mask of the tokens to include, shape (...); None for all.
-
-    Returns:
-        Value between 0 and 1; NaN if all states are zero or one is not finite.
+    The states are not centered, so that tokens with the same state count as one direction. ``rows`` is a mask of the
+    tokens to include. NaN if all states are zero or one is not finite.
     """
     states = widened(states.detach())
     states = states.flatten(0, -2) if rows is None else states[rows.to(states.device)]
@@ -103,13 +90,8 @@ _NORMS = frozenset({"layer_norm", "rms_norm"})
 class WatchedState:
     """Root mean square of a state and, after the backward pass, norm of the loss's gradient with respect to it.
 
-    Args:
-        state: State that is part of a graph; its current values are measured, even if it is written to later.
-        rows: Boolean mask of the tokens to include; None for all.
-
-    Attributes:
-        rms: Root mean square of the state.
-        gradient_norm: Norm of the gradient; NaN until the backward pass.
+    The state is part of a graph; its current values are measured, even if it is written to later. Without a gradient,
+    the norm is NaN. ``rows`` is a mask of the tokens to include.
     """
 
     def __init__(self, state: Tensor, rows: Tensor | None) -> None:
@@ -120,18 +102,6 @@ class WatchedState:
 
     def _take(self, gradient: Tensor) -> None:
         self.gradient_norm = norm_of(gradient, self._rows)
-
-
-class StreamState(Protocol):
-    """Magnitudes of one state of the stream and of its gradient."""
-
-    @property
-    def rms(self) -> float:
-        """Root mean square of the state."""
-
-    @property
-    def gradient_norm(self) -> float:
-        """Norm of the loss's gradient with respect to the state; NaN until the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +119,10 @@ class _PartialSum:
         return self.full.gradient_norm
 
 
+#: Magnitudes of one state of the stream and of its gradient.
+StreamState = WatchedState | _PartialSum
+
+
 @dataclass(frozen=True)
 class Sublayer:
     """One addition to the residual stream."""
@@ -161,17 +135,11 @@ class Sublayer:
 
 @dataclass(frozen=True)
 class _Member:
-    """A tensor that is the residual stream, possibly scaled or normalized.
+    """A tensor that is the residual stream, possibly scaled or normalized."""
 
-    Attributes:
-        tensor: The tensor, kept so that its address is not reused.
-        n_before: Number of sublayers before it.
-        state: State of the stream, without the scaling.
-    """
-
-    tensor: Tensor
-    n_before: int
-    state: WatchedState
+    tensor: Tensor  # the tensor, kept so that its address is not reused
+    n_before: int  # number of sublayers before it
+    state: WatchedState  # state of the stream, without the scaling
 
 
 @dataclass(frozen=True)
@@ -184,27 +152,18 @@ class _Summand:
 
 @dataclass
 class BlockStream:
-    """Residual stream inside one call of a block, with its measurements.
+    """Residual stream inside one call of a block, with its measurements."""
 
-    Attributes:
-        paths: Module -> its path within the block.
-        rows: Boolean mask of the tokens to include; None for all.
-        size: Number of entries of the state.
-        sublayers: Additions so far, in order.
-        reaches_output: Whether the output of the block is the result of the last addition, possibly scaled or
-            normalized.
-        members: Tensors that are the stream, by id.
-        labels: Tensors that are branches with the names of their modules, by id.
-        parts: Tensors that are sums of branches with these branches, by id.
-    """
-
-    paths: Mapping[nn.Module, str]
-    rows: Tensor | None
-    size: int
-    sublayers: list[Sublayer] = field(default_factory=list)
+    paths: Mapping[nn.Module, str]  # module -> its path within the block
+    rows: Tensor | None  # boolean mask of the tokens to include; None for all
+    size: int  # number of entries of the state
+    sublayers: list[Sublayer] = field(default_factory=list)  # additions so far, in order
+    #: Whether the output of the block is the result of the last addition, possibly scaled or normalized.
     reaches_output: bool = True
-    members: dict[int, _Member] = field(default_factory=dict)
+    members: dict[int, _Member] = field(default_factory=dict)  # tensors that are the stream, by id
+    #: Tensors that are branches with the names of their modules, by id.
     labels: dict[int, tuple[Tensor, str]] = field(default_factory=dict)
+    #: Tensors that are sums of branches with these branches, by id.
     parts: dict[int, tuple[Tensor, list[_Summand]]] = field(default_factory=dict)
 
     def label(self, tensor: Any) -> str:
@@ -217,14 +176,11 @@ class BlockStream:
 
 
 class BranchReader(TorchFunctionMode):
-    """Mode that tracks the residual stream through the running block without changing anything.
+    """Mode that tracks the residual stream through the running block, ``block``, without changing anything.
 
     A branch is a tensor that is added to the stream: to the tensor that entered the block, or to the result of scaling
     it (DeepNorm), normalizing it (Post-LN) or an earlier addition. Several branches that are first added to each other
     (GPT-J) are measured separately. Additions inside a branch do not count.
-
-    Attributes:
-        block: Stream of the running block; None between blocks.
     """
 
     def __init__(self) -> None:

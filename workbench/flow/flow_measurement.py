@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -11,15 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import OptionError
 from workbench.flow.branch_reader import StreamState, short_names
-from workbench.flow.gains import BlockRecord, FlowPass, Loss, eager_options, routing_margin
+from workbench.flow.gains import BlockRecord, FlowPass, Loss, routing_margin
 from workbench.flow.jacobian import EXACT_UP_TO, SequenceJacobians
 from workbench.io.provenance import versions
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import Unreadable
 from workbench.models.batches import Batches, count_examples, take_examples
-from workbench.models.calling import on_device_of, runnable
+from workbench.models.calling import on_device_of, runnable, tensors_of, with_values
 from workbench.models.checkpoint import open_checkpoint
 from workbench.models.layout import BATCH_FIRST, BatchLayout
 from workbench.models.profile import dtype_name
@@ -50,7 +48,6 @@ def measure(
     n_singular: PositiveInt = 8,
     n_tokens: PositiveInt = 1024,
     n_jacobian_tokens: PositiveInt = 8,
-    dtype: torch.dtype | None = None,
     seed: Seed = 0,
 ) -> xr.Dataset:
     """Measure how signal and gradient pass through a model: how each block and sublayer amplifies or attenuates them.
@@ -81,7 +78,6 @@ def measure(
             sequence. Singular values, attention and routing may use fewer.
         n_jacobian_tokens: Number of tokens for the Jacobians: the first ones of the sequence with the least padding.
             Inputs other than token ids are not truncated.
-        dtype: Number format to compute in, with a copy of the model; None for that of the model.
         seed: Seed of the random direction and of the estimates of singular values.
 
     Returns:
@@ -106,20 +102,15 @@ def measure(
         `workbench.flow.summarize`: Summarizes a flow in a few numbers.
         `workbench.plots.flow_map`: Draws a flow.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise OptionError.of("dtype", str(dtype), "a floating-point type such as torch.float64")
     targets = next(iter(targets), None) if isinstance(targets, list | tuple) else targets
     subject = open_checkpoint(subject)
     model = runnable(subject.model)
     probe, batches = Batches.of(inputs, subject, n_tokens=n_tokens).probe_and_all()
-    if dtype is not None:
-        model, probe = _as_dtype(model, probe, dtype)
-        anatomy, stack, batch_first = _options_of_copy(anatomy, stack, batch_first)
     if anatomy is None:
         anatomy = read_anatomy(model, probe, stack=stack, batch_first=batch_first)
     layout = anatomy.layout
     batch, targets = first_examples(batches.first(), targets, n_tokens, layout)
-    batch = on_device_of(model, batch if dtype is None else _cast(batch, dtype))
+    batch = on_device_of(model, batch)
     unseen: list[str] = []
     readable = router_weights(model, batch, anatomy=anatomy)
     unseen += [router.reason for router in readable if isinstance(router, Unreadable)]
@@ -138,7 +129,9 @@ def measure(
             "singular_values": "exact" if is_exact else "Lanczos; the mean from 16 random vectors",
         }
     else:
-        values |= no_jacobians(len(anatomy.sites), n_singular)
+        nan = np.full((len(anatomy.sites), n_singular), np.nan)
+        values |= {"block_singular_value": nan, "end_to_end_singular_value": nan[0]}
+        values |= {"block_singular_mean": nan[:, 0], "end_to_end_singular_mean": nan[0, 0]}
         unseen.append("Singular values were not requested (jacobian=False).")
     attrs |= {
         "subject": subject.name,
@@ -174,48 +167,14 @@ def _as_dataset(values: dict[str, np.ndarray], layer_names: list[str], attrs: di
     return xr.Dataset(variables, coords, {**provenance, **attrs})
 
 
-def _options_of_copy(
-    anatomy: Anatomy | None, stack: str | None, batch_first: bool | None
-) -> tuple[None, str | None, bool | None]:
-    """Return the arguments with which to read the anatomy of a copy: those of the model's anatomy, if it is known."""
-    if anatomy is None:
-        return None, stack, batch_first
-    axis = anatomy.layout.inputs
-    return None, anatomy.stack, None if axis is None else axis == 0
-
-
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    """Convert the floating-point tensors of a batch."""
-
-    def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    if isinstance(batch, Mapping):
-        return {name: cast(value) for name, value in batch.items()}
-    return tuple(cast(value) for value in batch) if isinstance(batch, tuple | list) else cast(batch)
-
-
-def _as_dtype(model: nn.Module, batch: Any, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    """Return copies of a model and a batch in another number format."""
-    batch = _cast(batch, dtype)
-    copied = copy.deepcopy(model).to(dtype)
-    for option in eager_options(copied):  # optimized kernels of experts and attention do not support float64
-        setattr(*option)
-    return copied, batch
-
-
 _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 def first_examples(batch: Any, targets: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> tuple[Any, Any]:
     """Return the first sequences of a batch and their targets, at least one sequence, truncated if it is too long.
 
-    Args:
-        batch: Batch as `call_model` takes it.
-        targets: Tensor with an entry for each sequence; None if there are no targets.
-        n_tokens: Maximum number of tokens. Only token ids, and tensors shaped like them, can be truncated within a
-            sequence.
-        layout: Layout of the batch; if the axis that counts sequences is unknown, the batch is returned unchanged.
+    Only token ids, and tensors shaped like them, can be truncated within a sequence. If the axis that counts sequences
+    is unknown, the batch is returned unchanged.
     """
     if layout.inputs is None:
         return batch, targets
@@ -252,7 +211,7 @@ def one_sequence(batch: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -
 
 def _length(batch: Any, axis: int = 0) -> int:
     """Return the number of tokens of a sequence; 1 if the examples are no sequences."""
-    tensor = next(value for value in _values(batch) if isinstance(value, Tensor) and value.ndim)
+    tensor = next(value for _, value in tensors_of(batch))
     if tensor.ndim == 3 or (tensor.ndim == 2 and not tensor.is_floating_point()):
         return max(1, tensor.shape[1 - axis])
     return 1
@@ -260,35 +219,22 @@ def _length(batch: Any, axis: int = 0) -> int:
 
 def _has_tokens(batch: Any) -> bool:
     """Return whether every tensor of a batch consists of token ids, or of their masks or positions."""
-    tensors = [value for value in _values(batch) if isinstance(value, Tensor) and value.ndim]
-    return all(tensor.ndim <= 2 and not tensor.is_floating_point() for tensor in tensors)
+    return all(value.ndim <= 2 and not value.is_floating_point() for _, value in tensors_of(batch))
 
 
 def _shortened(batch: Any, length: int, shorten: Callable[[Tensor], Tensor]) -> Any:
     """Apply a function to every tensor of shape (sequence, length) of a batch."""
 
-    def taken(value: Any) -> Any:
+    def taken(value: Any, name: Any) -> Any:
         return shorten(value) if isinstance(value, Tensor) and value.ndim == 2 and value.shape[1] == length else value
 
-    if isinstance(batch, Mapping):
-        return {name: taken(value) for name, value in batch.items()}
-    if isinstance(batch, tuple | list):
-        return tuple(taken(value) for value in batch)
-    return taken(batch)
-
-
-def _values(batch: Any) -> list[Any]:
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    return list(batch) if isinstance(batch, tuple | list) else [batch]
+    return with_values(batch, taken)
 
 
 def of_stream(run: FlowPass, unseen: list[str]) -> dict[str, np.ndarray]:
     """Return the measurements of the states between blocks, and the gains of blocks.
 
-    Args:
-        run: Forward and backward pass of the model.
-        unseen: List to which a sentence is added for each value that is NaN; also in the functions below.
+    To ``unseen`` a sentence is added for each value that is NaN; also in the functions below.
     """
     blocks = run.blocks
     into, out = [b.entering for b in blocks], [b.leaving for b in blocks]
@@ -380,17 +326,10 @@ def of_routing(blocks: list[BlockRecord], routers: Mapping[int, Router], unseen:
     """Return the measurements of routing, one number per block; NaN for blocks without a router."""
     entropy, violation, margin = (np.full(len(blocks), np.nan) for _ in range(3))
     for layer, router in routers.items():
-        notes = blocks[layer].notes
-        logits, choices = notes.logits, notes.choices
-        if logits is None:
+        if blocks[layer].notes.logits is None:
             unseen.append(f"The router of {router.site} was not computed with {router.name}.")
             continue
-        if choices is None and not router.is_corrected:
-            choices = logits.topk(router.top_k, dim=-1).indices
-        if notes.rows is not None and len(logits) == notes.n_tokens:
-            counts = notes.rows.flatten().to(logits.device)
-            choices = choices[counts] if choices is not None and len(choices) == len(counts) else choices
-            logits = logits[counts]
+        logits, choices = blocks[layer].notes.routing(router)
         entropy[layer] = float(routing_entropy_share(logits))
         if choices is None or len(choices) != len(logits):
             unseen.append(f"The choices of the router of {router.site} cannot be observed, only its logits.")
@@ -411,16 +350,6 @@ def of_jacobians(jacobians: SequenceJacobians, anatomy: Anatomy, unseen: list[st
         "block_singular_mean": np.array([values.mean for values in jacobians.blocks]),
         "end_to_end_singular_value": jacobians.end_to_end.largest,
         "end_to_end_singular_mean": np.array(jacobians.end_to_end.mean),
-    }
-
-
-def no_jacobians(n_layers: int, n_singular: int) -> dict[str, np.ndarray]:
-    """Return NaN for singular values that were not requested."""
-    return {
-        "block_singular_value": np.full((n_layers, n_singular), np.nan),
-        "block_singular_mean": np.full(n_layers, np.nan),
-        "end_to_end_singular_value": np.full(n_singular, np.nan),
-        "end_to_end_singular_mean": np.array(np.nan),
     }
 
 

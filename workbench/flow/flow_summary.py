@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,76 +13,60 @@ from workbench.schema.runs import Variable
 if TYPE_CHECKING:
     import xarray as xr
 
-_NONE = "; NaN if not observed"
+_NONE = "NaN if not observed"
 _FEW = "NaN with fewer than three blocks"
 _LAYER = "number of the block; -1 if there is none"
-
-#: Variables of `summarize`, all without dimensions.
-SUMMARY: dict[str, Variable] = {
-    "total_signal_gain": Variable(
-        (), "f", "total signal gain", "1", "RMS of the states that leave the last block over that at the first input"
+#: Long name and meaning of each variable of `summarize`.
+_SUMMARY = {
+    "total_signal_gain": (
+        "total signal gain",
+        "RMS of the states that leave the last block over that at the first input",
     ),
-    "total_gradient_gain": Variable(
-        (), "f", "total gradient gain", "1", "gradient norm at the first input over that at the last output"
+    "total_gradient_gain": ("total gradient gain", "gradient norm at the first input over that at the last output"),
+    "log_signal_gain": ("log signal gain per block", "mean of the natural logarithms"),
+    "log_signal_gain_error": ("standard error of the log signal gain", "over blocks; NaN with one block"),
+    "log_signal_gain_trend": ("trend of the log signal gain", "slope over the block number"),
+    "log_signal_gain_trend_error": ("standard error of the trend of the log signal gain", _FEW),
+    "log_gradient_gain": ("log gradient gain per block", "mean of the natural logarithms"),
+    "log_gradient_gain_error": ("standard error of the log gradient gain", "over blocks; NaN with one block"),
+    "log_gradient_gain_trend": ("trend of the log gradient gain", "slope over the block number"),
+    "log_gradient_gain_trend_error": ("standard error of the trend of the log gradient gain", _FEW),
+    "largest_signal_gain": ("largest signal gain", "of all blocks"),
+    "largest_signal_gain_layer": ("block of the largest signal gain", _LAYER),
+    "smallest_signal_gain": ("smallest signal gain", "of all blocks"),
+    "smallest_signal_gain_layer": ("block of the smallest signal gain", _LAYER),
+    "largest_gradient_gain": ("largest gradient gain", "of all blocks"),
+    "largest_gradient_gain_layer": ("block of the largest gradient gain", _LAYER),
+    "smallest_gradient_gain": ("smallest gradient gain", "of all blocks"),
+    "smallest_gradient_gain_layer": ("block of the smallest gradient gain", _LAYER),
+    "state_growth": ("growth exponent of the states", "p of state RMS ~ l^p at the outputs of blocks l = 1, 2, ..."),
+    "state_growth_error": ("standard error of the growth exponent of the states", _FEW),
+    "branch_ratio_mean": ("mean branch ratio", f"over all sublayers; {_NONE}"),
+    "branch_ratio_growth": (
+        "growth exponent of the branch ratio",
+        f"p of branch ratio ~ l^p, mean over each block; {_NONE}",
     ),
-    "log_signal_gain": Variable((), "f", "log signal gain per block", "1", "mean of the natural logarithms"),
-    "log_signal_gain_error": Variable(
-        (), "f", "standard error of the log signal gain", "1", "over blocks; NaN with one block"
-    ),
-    "log_signal_gain_trend": Variable((), "f", "trend of the log signal gain", "1", "slope over the block number"),
-    "log_signal_gain_trend_error": Variable((), "f", "standard error of the trend of the log signal gain", "1", _FEW),
-    "log_gradient_gain": Variable((), "f", "log gradient gain per block", "1", "mean of the natural logarithms"),
-    "log_gradient_gain_error": Variable(
-        (), "f", "standard error of the log gradient gain", "1", "over blocks; NaN with one block"
-    ),
-    "log_gradient_gain_trend": Variable((), "f", "trend of the log gradient gain", "1", "slope over the block number"),
-    "log_gradient_gain_trend_error": Variable(
-        (), "f", "standard error of the trend of the log gradient gain", "1", _FEW
-    ),
-    "largest_signal_gain": Variable((), "f", "largest signal gain", "1", "of all blocks"),
-    "largest_signal_gain_layer": Variable((), "i", "block of the largest signal gain", "1", _LAYER),
-    "smallest_signal_gain": Variable((), "f", "smallest signal gain", "1", "of all blocks"),
-    "smallest_signal_gain_layer": Variable((), "i", "block of the smallest signal gain", "1", _LAYER),
-    "largest_gradient_gain": Variable((), "f", "largest gradient gain", "1", "of all blocks"),
-    "largest_gradient_gain_layer": Variable((), "i", "block of the largest gradient gain", "1", _LAYER),
-    "smallest_gradient_gain": Variable((), "f", "smallest gradient gain", "1", "of all blocks"),
-    "smallest_gradient_gain_layer": Variable((), "i", "block of the smallest gradient gain", "1", _LAYER),
-    "state_growth": Variable(
-        (), "f", "growth exponent of the states", "1", "p of state RMS ~ l^p at the outputs of blocks l = 1, 2, ..."
-    ),
-    "state_growth_error": Variable((), "f", "standard error of the growth exponent of the states", "1", _FEW),
-    "branch_ratio_mean": Variable((), "f", "mean branch ratio", "1", f"over all sublayers{_NONE}"),
-    "branch_ratio_growth": Variable(
-        (), "f", "growth exponent of the branch ratio", "1", f"p of branch ratio ~ l^p, mean over each block{_NONE}"
-    ),
-    "branch_ratio_growth_error": Variable(
-        (), "f", "standard error of the growth exponent of the branch ratio", "1", _FEW
-    ),
-    "token_cosine_end": Variable((), "f", "final token cosine", "1", "of the states that leave the last block"),
-    "token_cosine_rise": Variable((), "f", "increase of the token cosine", "1", "from the first boundary to the last"),
-    "effective_rank_end": Variable(
-        (), "f", "final relative effective rank", "1", "of the states that leave the last block"
-    ),
-    "effective_rank_smallest": Variable((), "f", "smallest relative effective rank", "1", "of all boundaries"),
-    "attention_entropy_share_smallest": Variable(
-        (), "f", "smallest normalized attention entropy", "1", f"of all heads{_NONE}"
-    ),
-    "attention_logit_std_largest": Variable((), "f", "largest attention logit scale", "1", f"of all heads{_NONE}"),
-    "attention_logit_largest": Variable((), "f", "largest attention logit", "1", f"of all heads{_NONE}"),
-    "sink_share_largest": Variable((), "f", "largest attention sink fraction", "1", f"of all heads{_NONE}"),
-    "routing_entropy_share_smallest": Variable(
-        (), "f", "smallest normalized routing entropy", "1", f"of all routers{_NONE}"
-    ),
-    "max_violation_largest": Variable((), "f", "largest MaxVio", "1", f"of all routers{_NONE}"),
-    "routing_margin_smallest": Variable((), "f", "smallest routing margin", "1", f"of all routers{_NONE}"),
-    "block_singular_value_largest": Variable(
-        (), "f", "largest singular value of a block", "1", f"of all blocks{_NONE}"
-    ),
-    "block_singular_mean_largest": Variable(
-        (), "f", "largest RMS singular value of a block", "1", f"of all blocks{_NONE}"
-    ),
-    "end_to_end_singular_value_largest": Variable((), "f", "largest end-to-end singular value", "1", _NONE[2:]),
-    "end_to_end_singular_mean": Variable((), "f", "RMS end-to-end singular value", "1", _NONE[2:]),
+    "branch_ratio_growth_error": ("standard error of the growth exponent of the branch ratio", _FEW),
+    "token_cosine_end": ("final token cosine", "of the states that leave the last block"),
+    "token_cosine_rise": ("increase of the token cosine", "from the first boundary to the last"),
+    "effective_rank_end": ("final relative effective rank", "of the states that leave the last block"),
+    "effective_rank_smallest": ("smallest relative effective rank", "of all boundaries"),
+    "attention_entropy_share_smallest": ("smallest normalized attention entropy", f"of all heads; {_NONE}"),
+    "attention_logit_std_largest": ("largest attention logit scale", f"of all heads; {_NONE}"),
+    "attention_logit_largest": ("largest attention logit", f"of all heads; {_NONE}"),
+    "sink_share_largest": ("largest attention sink fraction", f"of all heads; {_NONE}"),
+    "routing_entropy_share_smallest": ("smallest normalized routing entropy", f"of all routers; {_NONE}"),
+    "max_violation_largest": ("largest MaxVio", f"of all routers; {_NONE}"),
+    "routing_margin_smallest": ("smallest routing margin", f"of all routers; {_NONE}"),
+    "block_singular_value_largest": ("largest singular value of a block", f"of all blocks; {_NONE}"),
+    "block_singular_mean_largest": ("largest RMS singular value of a block", f"of all blocks; {_NONE}"),
+    "end_to_end_singular_value_largest": ("largest end-to-end singular value", _NONE),
+    "end_to_end_singular_mean": ("RMS end-to-end singular value", _NONE),
+}
+#: Variables of `summarize`, all without dimensions and of unit 1.
+SUMMARY = {
+    name: Variable((), "i" if name.endswith("_layer") else "f", long_name, "1", meaning)
+    for name, (long_name, meaning) in _SUMMARY.items()
 }
 
 
@@ -175,30 +158,21 @@ def _of_growth(flow: xr.Dataset) -> dict[str, float]:
 
 
 def _of_extremes(flow: xr.Dataset) -> dict[str, float]:
-    """Return final values and extremes of the other variables."""
-
-    def extreme(name: str, pick: Callable[[np.ndarray], float]) -> float:
-        values = flow[name].values
-        return pick(values[np.isfinite(values)]) if np.isfinite(values).any() else np.nan
-
+    """Return final values of the token measures, and the extreme of each variable whose name one of `SUMMARY` has."""
     cosine = flow["token_cosine"].values
-    return {
+    found = {
         "token_cosine_end": cosine[-1],
         "token_cosine_rise": cosine[-1] - cosine[0],
         "effective_rank_end": flow["effective_rank"].values[-1],
-        "effective_rank_smallest": extreme("effective_rank", np.min),
-        "attention_entropy_share_smallest": extreme("attention_entropy_share", np.min),
-        "attention_logit_std_largest": extreme("attention_logit_std", np.max),
-        "attention_logit_largest": extreme("attention_logit_max", np.max),
-        "sink_share_largest": extreme("sink_share", np.max),
-        "routing_entropy_share_smallest": extreme("routing_entropy_share", np.min),
-        "max_violation_largest": extreme("max_violation", np.max),
-        "routing_margin_smallest": extreme("routing_margin", np.min),
-        "block_singular_value_largest": extreme("block_singular_value", np.max),
-        "block_singular_mean_largest": extreme("block_singular_mean", np.max),
-        "end_to_end_singular_value_largest": extreme("end_to_end_singular_value", np.max),
         "end_to_end_singular_mean": float(flow["end_to_end_singular_mean"]),
     }
+    for name in SUMMARY:
+        variable, _, which = name.rpartition("_")
+        if which in ("largest", "smallest"):
+            values = flow["attention_logit_max" if variable == "attention_logit" else variable].values
+            known = values[np.isfinite(values)]
+            found[name] = (known.max() if which == "largest" else known.min()) if known.size else np.nan
+    return found
 
 
 def _log(values: np.ndarray) -> np.ndarray:

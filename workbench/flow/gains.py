@@ -28,12 +28,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def end_of(output: Any, inputs: Any, targets: Any, loss: Loss | None, *, seed: int) -> tuple[Tensor, str]:
     """Return the scalar whose gradient is computed, and a description of it.
 
-    Args:
-        output: Output of the model.
-        inputs: Inputs of the model.
-        targets: Targets of the loss; None for the next tokens, if the model returns logits of its tokens.
-        loss: Function from logits and targets to a 0-dim tensor; None for `token_loss`.
-        seed: Seed of the random direction that is used if there are no targets.
+    Without targets these are the next tokens, if the model returns logits of its tokens; otherwise the scalar is the
+    output along a random direction. Without a loss it is `token_loss`.
     """
     result = _result_in(output)
     if result is None:
@@ -104,25 +100,19 @@ _MASKED = -1e4
 
 @dataclass(frozen=True)
 class Sharpness:
-    """Deviation of the attention of one layer from uniform attention.
+    """Deviation of the attention of one layer from uniform attention."""
 
-    Attributes:
-        logit_std: Standard deviation of a token's logits over the tokens that it attends to, RMS over tokens, (head,).
-        sink_fraction: Attention to the first token of the sequence, mean over the tokens that can attend to it and to
-            at least one other token, (head,); NaN if there are none.
-    """
-
+    #: Standard deviation of a token's logits over the tokens that it attends to, RMS over tokens, (head,).
     logit_std: Tensor
+    #: Attention to the first token of the sequence, mean over the tokens that can attend to it and to at least one
+    #: other token, (head,); NaN if there are none.
     sink_fraction: Tensor
 
 
 def sharpness(logits: Tensor, is_visible: Tensor, rows: Tensor | None = None) -> Sharpness:
-    """Compute the scale of the logits and the attention to the first token.
+    """Return scale of the logits (batch, head, token, token), the input of a softmax, and attention to the first token.
 
-    Args:
-        logits: Input of the softmax, shape (batch, head, token, token).
-        is_visible: Boolean mask of visible tokens, broadcastable to ``logits``.
-        rows: Boolean mask of the tokens to include, shape (batch, token); None for all.
+    ``rows`` is a mask of the tokens to include, shape (batch, token).
     """
     logits, is_visible = widened(logits), is_visible.expand(logits.shape)
     n_seen = is_visible.sum(-1)
@@ -140,15 +130,10 @@ def sharpness(logits: Tensor, is_visible: Tensor, rows: Tensor | None = None) ->
 
 
 def routing_margin(logits: Tensor, choices: Tensor) -> Tensor:
-    """Compute the margin of the choice of experts.
+    """Return the margin of the choice of experts from logits (token, expert) and choices (token, k), mean over tokens.
 
-    Args:
-        logits: Logits of the router, shape (token, expert).
-        choices: Chosen experts, shape (token, k).
-
-    Returns:
-        Softmax probability of the least probable chosen expert minus that of the most probable other expert, mean over
-        tokens, 0-dim. Negative where a correction changes the choice; NaN if all experts are chosen.
+    It is the softmax probability of the least probable chosen expert minus that of the most probable other expert:
+    negative where a correction changes the choice, NaN if all experts are chosen.
     """
     probability = widened(logits).softmax(-1)
     if choices.shape[-1] >= probability.shape[-1]:
@@ -205,38 +190,24 @@ _PLAIN = {"use_cache": False, "_experts_implementation_internal": "eager"}
 
 @dataclass
 class BlockRecord:
-    """Measurements of one call of a block.
+    """Measurements of one call of a block."""
 
-    Attributes:
-        entering: State that entered.
-        leaving: State that left.
-        cosine: `token_cosine` of the state that entered and, in the last block, of the state that left.
-        rank: `relative_effective_rank` of the same states.
-        stream: Additions inside the block.
-        notes: Measurements of attention and routing.
-        sharpness: Sharpness of the attention; None if it was not observed.
-    """
-
-    entering: WatchedState
-    leaving: WatchedState
-    cosine: list[float]
-    rank: list[float]
-    stream: BlockStream
-    notes: BlockNotes
-    sharpness: Sharpness | None
+    entering: WatchedState  # state that entered
+    leaving: WatchedState  # state that left
+    cosine: list[float]  # `token_cosine` of the state that entered and, in the last block, of the state that left
+    rank: list[float]  # `relative_effective_rank` of the same states
+    stream: BlockStream  # additions inside the block
+    notes: BlockNotes  # measurements of attention and routing
+    sharpness: Sharpness | None  # sharpness of the attention; None if it was not observed
 
 
 class FlowPass:
     """Forward pass of a model on one batch, and backward pass to the state that enters its first block.
 
-    The model runs in eval mode. Gradients of parameters are not computed, and the model is not changed.
-
-    Attributes:
-        blocks: Records, one per layer.
-        cotangent: Description of the quantity that is differentiated. If the loss has no gradient, as with an output
-            head of zeros, it is the output of the last block along a random direction.
-        n_tokens: Number of token states that are measured at each boundary.
-        failure: Reason why there are no gradients; empty if there are.
+    The model runs in eval mode. Gradients of parameters are not computed, and the model is not changed. ``cotangent``
+    describes the quantity that is differentiated: if the loss has no gradient, as with an output head of zeros, it is
+    the output of the last block along a random direction. ``failure`` is why there are no gradients; empty if there
+    are. ``n_tokens`` counts the token states that are measured at each boundary.
     """
 
     def __init__(

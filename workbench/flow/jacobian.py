@@ -35,29 +35,20 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True)
 class SingularValues:
-    """Singular values of one Jacobian.
+    """Singular values of one Jacobian."""
 
-    Attributes:
-        largest: Requested number of largest values, decreasing; NaN where there are fewer or they did not converge.
-        mean: Root mean square of all singular values.
-        is_exact: Whether all were computed; otherwise ``largest`` comes from Lanczos and ``mean`` from random vectors.
-        reason: Reason why values are missing; empty if none is.
-    """
-
+    #: Requested number of largest values, decreasing; NaN where there are fewer or they did not converge.
     largest: np.ndarray
-    mean: float
+    mean: float  # root mean square of all singular values
+    #: Whether all were computed; otherwise ``largest`` comes from Lanczos and ``mean`` from random vectors.
     is_exact: bool = False
-    reason: str = ""
+    reason: str = ""  # reason why values are missing; empty if none is
 
 
 class Jacobian:
-    """Jacobian of a function at one point, as a linear map of flattened states.
+    """Jacobian of a function from a state to one of the same size, at a point, as a linear map of flattened states.
 
     Products J v are computed with reverse mode twice, so every operation of the function needs a second derivative.
-
-    Args:
-        function: Function from a state to a state with the same number of entries.
-        point: State at which the function is differentiated.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], point: Tensor) -> None:
@@ -115,14 +106,8 @@ def singular_values(
 ) -> SingularValues:
     """Compute the largest singular values of a Jacobian, and the root mean square of all.
 
-    For small states the matrix is computed. Otherwise the values come from the Lanczos method on J'J (ARPACK), and the
-    mean square from |J v|^2 for vectors v of random signs (Hutchinson 1990).
-
-    Args:
-        jacobian: Jacobian as a linear map.
-        n_largest: Number of singular values.
-        exact_up_to: Maximum number of entries of a state for which the matrix is computed.
-        seed: Seed of the initial vector of Lanczos and of the random signs.
+    For states of at most ``exact_up_to`` entries the matrix is computed. Otherwise the values come from the Lanczos
+    method on J'J (ARPACK), and the mean square from |J v|^2 for vectors v of random signs (Hutchinson 1990).
     """
     if jacobian.size <= exact_up_to or n_largest >= jacobian.size:
         return of_matrix(jacobian.dense(), n_largest)
@@ -173,12 +158,8 @@ class SequenceJacobians:
     """Jacobians of a model's blocks at the states of one sequence.
 
     The Jacobian of a block maps all states of the sequence that enter to all that leave, so it includes the effects of
-    attention between tokens. A block is called with the same other arguments as in the model.
-
-    Attributes:
-        blocks: Singular values, one entry per layer.
-        end_to_end: Singular values of all blocks together.
-        n_entries: Number of entries of a state.
+    attention between tokens. A block is called with the same other arguments as in the model. `measure` fills
+    ``blocks`` (one entry per layer), ``end_to_end`` (all blocks together) and ``n_entries`` (of a state).
     """
 
     def __init__(

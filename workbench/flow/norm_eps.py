@@ -21,12 +21,9 @@ def eps_fractions(model: nn.Module, inputs: Any) -> np.ndarray:
     """Compute the eps fraction eps / (eps + v) of every call of a normalization over features.
 
     v is the other term under the root: the variance over the features of a token if the normalization subtracts their
-    mean, otherwise their mean square. The median over tokens is returned. Near 0 the normalization is effective; near 1
-    its output is proportional to its input.
-
-    Returns:
-        Array of shape (call,) in the order of the calls, float64; NaN where the states of a call are not finite. Empty
-        if no module is a normalization over the last axis with a known eps.
+    mean, otherwise their mean square. The median over tokens is returned, float64, shape (call,) in order: near 0 the
+    normalization is effective; near 1 its output is proportional to its input; NaN where the states are not finite.
+    Only modules that normalize over the last axis with a known eps count.
     """
     seen: list[tuple[nn.Module, Tensor]] = []
 

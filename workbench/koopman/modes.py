@@ -142,13 +142,9 @@ class _ConjugatePairs:
     """Complex eigenvectors of a real matrix, packed as real vectors with the same singular values.
 
     Replacing (v, conj v) by sqrt(2) (Re v, Im v) multiplies V by a unitary matrix, which keeps its condition number, so
-    that all computations are real. The order of the pairs does not matter.
-
-    Attributes:
-        first: Indices of the eigenvalues with positive imaginary part.
-        second: Index of the conjugate of each. Among equal conjugates the choice is arbitrary, as their eigenvectors
-            are not used.
-        is_exact: Whether each has a bitwise identical conjugate.
+    that all computations are real. The order of the pairs does not matter. ``first`` are the eigenvalues with positive
+    imaginary part, ``second`` the conjugate of each; among equal conjugates the choice is arbitrary, as their
+    eigenvectors are not used. ``is_exact`` if each has a bitwise identical conjugate.
     """
 
     def __init__(self, eigenvalue: Tensor) -> None:

@@ -23,23 +23,14 @@ OVERSAMPLING = 4
 
 @dataclass(frozen=True)
 class PrincipalMoments:
-    """Second moments of states x and updates d = y - x in the principal directions of x, variances increasing.
+    """Second moments of states x and updates d = y - x in the principal directions of x, variances increasing."""
 
-    Attributes:
-        variance: Variances of x along the directions, shape (m,).
-        c_dx: Cross-covariance of update and state in the directions, shape (m of d, m of x).
-        c_dd: Covariance of the update in the directions, shape (m, m).
-        update_outside: Variance of the update in the remaining directions.
-        explained_outside: Part of it that a linear map of the states explains, in units of the variances.
-        n_outside: Number of remaining directions.
-    """
-
-    variance: Tensor
-    c_dx: Tensor
-    c_dd: Tensor
-    update_outside: Tensor
-    explained_outside: Tensor
-    n_outside: int
+    variance: Tensor  # variances of x along the directions, shape (m,)
+    c_dx: Tensor  # cross-covariance of update and state in the directions, shape (m of d, m of x)
+    c_dd: Tensor  # covariance of the update in the directions, shape (m, m)
+    update_outside: Tensor  # variance of the update in the remaining directions
+    explained_outside: Tensor  # part of it that a linear map of the states explains, in units of the variances
+    n_outside: int  # number of remaining directions
 
 
 class SnapshotSketch:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -50,22 +50,6 @@ class RankWarning(UserWarning):
         `workbench.koopman.whitened_dmd`: Issues it.
         `workbench.profile`: Issues it.
     """
-
-
-class HasCounts(Protocol):
-    """Number and width of the snapshots of a layer, and its name."""
-
-    @property
-    def n_snapshots(self) -> int:
-        """Number of snapshots."""
-
-    @property
-    def n_features(self) -> int:
-        """Width of the state."""
-
-    @property
-    def name(self) -> str:
-        """Name of the layer."""
 
 
 @dataclass(frozen=True)
@@ -171,17 +155,9 @@ def as_dataset(
     options: DmdOptions | None = None,
     attrs: dict[str, Any] | None = None,
 ) -> xr.Dataset:
-    """Combine the spectra of layers into one validated dataset.
+    """Combine the spectra of layers into one validated dataset, dims ``layer`` and ``mode``, padded with NaN.
 
-    Args:
-        layers: One spectrum per layer.
-        layer_names: One name per layer.
-        thresholds: Bounds of the masses; the paper's by default.
-        options: Options of the spectra, stored as attributes.
-        attrs: Provenance to add: subject, n_snapshots, token_selection, dtype, seed.
-
-    Returns:
-        Dataset with dims ``layer`` and ``mode``; layers with fewer modes are padded with NaN.
+    ``attrs`` add provenance: subject, n_snapshots, token_selection, dtype, seed.
     """
     import xarray as xr
 
@@ -277,9 +253,7 @@ def whitened_dmd(
     return as_dataset([layer], ["layer"], thresholds=thresholds, options=options, attrs=attrs)
 
 
-def warn_if_rank_deficient(
-    layers: Sequence[LayerSpectrum], moments: Sequence[HasCounts], options: DmdOptions | None
-) -> None:
+def warn_if_rank_deficient(layers: Sequence[LayerSpectrum], moments: Sequence[Any], options: DmdOptions | None) -> None:
     """Issue one warning if layers have fewer modes than requested, because their states span fewer directions.
 
     One missing direction is expected with many snapshots, because states after a LayerNorm lie on a hyperplane.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise, takewhile
 from typing import TYPE_CHECKING, Any
@@ -12,17 +12,16 @@ from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
-from workbench.models.block_calls import Call, Site, Slot, has_matrix, record_calls
+from workbench.models.block_calls import Site, Slot, has_matrix, record_calls
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import on_device_of, run_model, runnable, subject_in
+from workbench.models.calling import on_device_of, runnable, subject_in
 from workbench.models.layout import BATCH_FIRST, BatchLayout, layout_of
-from workbench.models.outside_residuals import OutsideStack, choose_outside, find_outside_stacks
-from workbench.models.probing import undisturbed, watch
-from workbench.models.residual_check import MIN_COSINE, lack_of_matrix, lack_of_residual, random_change
+from workbench.models.outside_residuals import OutsideStack, choose_outside, find_outside_stacks, without_outside
+from workbench.models.residual_check import MIN_COSINE, lack_of_matrix, lack_of_residual, random_change, states_of
 from workbench.models.stacks import (
     MIN_COVERAGE,
-    AreBlocks,
     Candidate,
+    Lack,
     block_counts,
     choose,
     choose_by_name,
@@ -140,107 +139,103 @@ def read_anatomy(
     stack = stack if stream is None else head
     inputs, _ = Batches.of(inputs, subject).probe_and_all()
     inputs = on_device_of(model, inputs)
-    calls = record_calls(model, inputs)
-    candidates = find_candidates(model, calls)
+    candidates = find_candidates(model, record_calls(model, inputs))
     plausible = [
         c for c in candidates if len(c.calls) > 1 and 2 * c.n_links >= len(c.calls) - 1 and not c.alternates_with_norms
     ]
 
-    def why_not(candidate: Candidate) -> str:
-        """Return why the modules of a candidate are not residual blocks, as text; empty if they are."""
-        kinds = {type(call.module) for call in candidate.calls}
-        # A branch and the module that adds it to the stream may be a chain of two.
-        is_certain = is_chain(candidate) and (len(candidate.calls) > 2 or len(kinds) == 1)
-        if not is_certain:
-            return lack_of_residual(model, inputs, _sites(candidate))
-        is_known = any(has_matrix(call.module) for call in candidate.calls)  # flat or packed weights show no matrix
-        return lack_of_matrix(_sites(candidate)) if is_known else ""
+    def lack(candidate: Candidate) -> str:
+        return _lack_of_blocks(model, inputs, candidate)
 
-    def record_all() -> list[Call]:
-        return record_calls(model, inputs, everything=True)
-
-    def are_blocks(candidate: Candidate) -> bool:
-        return not why_not(candidate)
-
-    chosen: Candidate | OutsideStack
     try:
-        if stack is None:
-            chosen = choose(model, plausible, are_blocks)
-        else:
-            chosen = choose_by_name(candidates, stack, are_blocks)
-            if reason := why_not(chosen):
-                raise AnatomyError(
-                    f"The modules of '{stack}' are not residual blocks: {reason}; choose a container of complete "
-                    "blocks, or another model."
-                )
-    except AnatomyError as error:
+        chosen = choose(model, plausible, lack) if stack is None else choose_by_name(candidates, stack, lack)
+    except AnatomyError as refusal:
         if stream is not None:
             raise
-        if any(hasattr(parameter, "_is_flat_param") for parameter in model.parameters()):
-            raise AnatomyError(
-                f"{type(model).__name__} keeps the parameters of many modules in one flat parameter, so that they "
-                "cannot be assigned to their modules; wrap the model with FSDP(..., use_orig_params=True), or pass "
-                "the model before it was wrapped."
-            ) from error
-        outside, unread = find_outside_stacks(model, inputs, {c.name for c in candidates if is_chain(c)})
-        try:
-            chosen = choose_outside(model, outside, unread, stack, error)
-        except AnatomyError:
-            altered = choose_altered(model, inputs, candidates, are_blocks, _sites) if stack is None else None
-            if altered is None:
-                raise
-            chosen = altered
-        else:
-            others = [s.name for s in outside if s.is_chain and s.is_disjoint(chosen)]
-    name, shape, axis, streams = chosen.name, list(chosen.shape), -1, None
-    if stream is not None and not isinstance(chosen, OutsideStack):
-        streams = stream_axis_of(name, chosen.shape, inputs, stream), stream
-        del shape[streams[0]]
-        name = f"{name}:{stream}"
-        sites, others = _sites(chosen), []
-    elif isinstance(chosen, OutsideStack):
-        axis = feature_axis_of(chosen.name, chosen.shape, chosen.modules, inputs, record_all)
-        sites = chosen.sites
+        found, others = _choose_otherwise(model, inputs, candidates, lack, stack, refusal)
+        if isinstance(found, OutsideStack):
+            axis = feature_axis_of(model, inputs, found.name, found.shape, found.modules)
+            return _anatomy_of(model, inputs, found, found.sites, axis, None, others, batch_first)
+        chosen = found
+    sites = _sites(chosen)
+    if stream is not None:
+        place = stream_axis_of(chosen.name, chosen.shape, inputs, stream)
+        return _anatomy_of(model, inputs, chosen, sites, -1, (place, stream), (), batch_first)
+    if len(set(chosen.streams)) < len(chosen.streams) and (sums := sites_of_sums(model, inputs, chosen, sites)):
+        sites = sums
     else:
-        sites = _sites(chosen)
-        sums = sites_of_sums(model, inputs, chosen, sites) if len(set(chosen.streams)) < len(chosen.streams) else None
-        if sums is None:
-            axis = require_one_stream(chosen, inputs, record_all)
-        else:
-            modules = [call.module for call in chosen.calls]
-            axis, sites = feature_axis_of(name, chosen.shape, modules, inputs, record_all), sums
-        others = [
-            c.name
-            for c in plausible
-            if c is not chosen and c.is_complete and not overlap(c, chosen) and is_outer(c, plausible)
-        ]
+        require_one_stream(chosen)
+    axis = feature_axis_of(model, inputs, chosen.name, chosen.shape, chosen.blocks)
+    others = [
+        c.name
+        for c in plausible
+        if c is not chosen and c.is_complete and not overlap(c, chosen) and is_outer(c, plausible)
+    ]
+    return _anatomy_of(model, inputs, chosen, sites, axis, None, others, batch_first)
+
+
+def _anatomy_of(
+    model: nn.Module,
+    inputs: Any,
+    chosen: Candidate | OutsideStack,
+    sites: Sequence[Site],
+    axis: int,
+    stream: tuple[int, int] | None,
+    others: Sequence[str],
+    batch_first: bool | None,
+) -> Anatomy:
+    """Return the anatomy of a chosen stack, whose axis of sequences is determined here."""
+    shape = list(chosen.shape)
+    if stream is not None:
+        del shape[stream[0]]
     shape.append(shape.pop(axis))
-    sites = tuple(replace(site, feature_axis=axis, stream=streams) for site in sites)
-    layout = layout_of(
-        model,
-        inputs,
-        tuple(shape[:-1]),
-        batch_first=batch_first,
-        state_for=lambda given: _last_state(model, sites[-1], given),
-    )
+    sites = tuple(replace(site, feature_axis=axis, stream=stream) for site in sites)
+
+    def last_state(given: Any) -> Tensor:
+        if not (states := states_of(model, given, sites[-1:])):
+            raise AnatomyError(
+                f"{sites[-1].name} ran for the given inputs, but not when one token was changed, so that the axes of "
+                "batch and token cannot be distinguished; pass wb.profile(..., batch_first=)."
+            )
+        return states[-1]
+
+    layout = layout_of(model, inputs, tuple(shape[:-1]), batch_first=batch_first, state_for=last_state)
+    name = chosen.name if stream is None else f"{chosen.name}:{stream[1]}"
     return Anatomy(name, sites, shape[-1], tuple(dict.fromkeys(others)), layout)
 
 
-def _last_state(model: nn.Module, site: Site, inputs: Any) -> Tensor:
-    """Return the states that leave a block for these inputs, on the host."""
-    found: list[Tensor] = []
+def _lack_of_blocks(model: nn.Module, inputs: Any, candidate: Candidate) -> str:
+    """Return why the modules of a candidate are not residual blocks, as text; empty if they are."""
+    kinds = {type(call.module) for call in candidate.calls}
+    # A branch and the module that adds it to the stream may be a chain of two.
+    is_certain = is_chain(candidate) and (len(candidate.calls) > 2 or len(kinds) == 1)
+    if not is_certain:
+        return lack_of_residual(model, inputs, _sites(candidate))
+    is_known = any(has_matrix(call.module) for call in candidate.calls)  # flat or packed weights show no matrix
+    return lack_of_matrix(_sites(candidate)) if is_known else ""
 
-    def leave(call: BlockCall) -> None:
-        found.append(call.state_out.detach().cpu().clone())
 
-    with undisturbed(model), BlockHooks([site], on_leave=leave):
-        run_model(model, inputs)
-    if not found:
+def _choose_otherwise(
+    model: nn.Module,
+    inputs: Any,
+    candidates: Sequence[Candidate],
+    lack: Lack,
+    stack: str | None,
+    refusal: AnatomyError,
+) -> tuple[Candidate | OutsideStack, list[str]]:
+    """Return a stack whose residual is added outside of modules, with the other such stacks; else an altered one."""
+    if any(hasattr(parameter, "_is_flat_param") for parameter in model.parameters()):
         raise AnatomyError(
-            f"{site.name} ran for the given inputs, but not when one token was changed, so that the axes of batch and "
-            "token cannot be distinguished; pass wb.profile(..., batch_first=)."
-        )
-    return found[0]
+            f"{type(model).__name__} keeps the parameters of many modules in one flat parameter, so that they cannot "
+            "be assigned to their modules; wrap the model with FSDP(..., use_orig_params=True), or pass the model "
+            "before it was wrapped."
+        ) from refusal
+    outside, unread = find_outside_stacks(model, inputs, {c.name for c in candidates if is_chain(c)})
+    if chosen := choose_outside(model, outside, stack):
+        return chosen, [s.name for s in outside if s.is_chain and s.is_disjoint(chosen)]
+    if stack is None and (altered := choose_altered(model, inputs, candidates, lack)):
+        return altered, []
+    raise without_outside(model, outside, unread, stack, refusal) from None
 
 
 def is_chain(candidate: Candidate) -> bool:
@@ -312,35 +307,17 @@ def _sum_that_leaves(model: nn.Module, inputs: Any, site: Site, *, n_changed: in
     """Return the sum that leaves a block, float64, after opposite random changes of 0, 1 or 2 terms that enter."""
     assert site.terms is not None
     first, second = (replace(site, input_slot=slot, terms=None) for slot in (site.input_slot, site.terms[0]))
-    found: list[Tensor] = []
-    n_calls = 0
+    changes: list[Tensor] = []
 
-    def enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        nonlocal n_calls
-        n_calls += 1
-        if n_calls - 1 != site.call or not n_changed:
-            return None
-        state, rest = first.state_in(args, kwargs), second.state_in(args, kwargs)
-        change = random_change(state) - state
-        args, kwargs = first.with_state(args, kwargs, state + change)
-        return second.with_state(args, kwargs, rest - change) if n_changed == 2 else (args, kwargs)
+    def add(call: BlockCall) -> Tensor:
+        changes.append(random_change(call.state_in) - call.state_in)
+        return call.state_in + changes[0]
 
-    def leave(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if n_calls - 1 == site.call:
-            found.append(site.state_out(output).detach().double().cpu())
-
-    with undisturbed(model), watch([(site.module, enter, True), (site.module, leave, False)]):
-        run_model(model, inputs)
-    return found[0]
+    hooks = (BlockHooks([first], add), BlockHooks([second], lambda call: call.state_in - changes[0]))
+    return states_of(model, inputs, [site], None, *hooks[:n_changed])[-1].double()
 
 
-def choose_altered(
-    model: nn.Module,
-    inputs: Any,
-    candidates: Sequence[Candidate],
-    are_blocks: AreBlocks,
-    sites_of: Callable[[Candidate], Sequence[Site]],
-) -> Candidate | None:
+def choose_altered(model: nn.Module, inputs: Any, candidates: Sequence[Candidate], lack: Lack) -> Candidate | None:
     """Return the stack of complete blocks whose states the model changes between blocks; None if there is none.
 
     The blocks must be residual blocks, as many as the config states, and hold most parameters of all repeated modules.
@@ -359,38 +336,22 @@ def choose_altered(
         and fraction_of_repeated(model, (call.module for call in c.calls)) >= MIN_COVERAGE
     ]
     for candidate in sorted(complete, key=lambda c: (-len(c.calls), -c.calls[-1].end)):
-        if is_outer(candidate, complete) and are_blocks(candidate) and _is_followed(model, inputs, sites_of(candidate)):
+        if is_outer(candidate, complete) and not lack(candidate) and _is_followed(model, inputs, _sites(candidate)):
             return candidate
     return None
 
 
 def _is_followed(model: nn.Module, inputs: Any, sites: Sequence[Site]) -> bool:
     """Return whether a change of the first state enters each block as it left the previous one."""
-    original, changed = (_states(model, inputs, sites, is_changed=is_changed) for is_changed in (False, True))
+    original, changed = (states_of(model, inputs, sites, change) for change in (None, random_change))
     if len(original) != len(changed) or any(a.shape != b.shape for a, b in zip(original, changed, strict=True)):
         return False
-    differences = [b - a for a, b in zip(original, changed, strict=True)]  # entering, leaving, entering, leaving, ...
+    # entering, leaving, entering, leaving, ...
+    differences = [b.double() - a.double() for a, b in zip(original, changed, strict=True)]
     return all(
         bool((torch.cosine_similarity(left, entered, dim=-1) >= MIN_COSINE).all())
         for left, entered in list(pairwise(differences))[1::2]
     )
-
-
-def _states(model: nn.Module, inputs: Any, sites: Sequence[Site], *, is_changed: bool) -> list[Tensor]:
-    """Return the states that enter and leave each block, alternately, in float64."""
-    found: list[Tensor] = []
-
-    def enter(call: BlockCall) -> Tensor | None:
-        state = random_change(call.state_in) if is_changed and call.layer == 0 else None
-        found.append((call.state_in if state is None else state).detach().double().cpu().clone())
-        return state
-
-    def leave(call: BlockCall) -> None:
-        found.append(call.state_out.detach().double().cpu().clone())
-
-    with undisturbed(model), BlockHooks(sites, enter, leave):
-        run_model(model, inputs)
-    return found
 
 
 def list_stacks(model: Subject | nn.Module, inputs: Any, *, batch_first: bool | None = None) -> list[str]:

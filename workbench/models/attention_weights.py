@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +18,9 @@ from workbench.errors import SnapshotError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches
 from workbench.models.block_calls import Site
-from workbench.models.calling import on_device_of, runnable, subject_in
+from workbench.models.calling import on_device_of, runnable, subject_in, tensors_of, with_values
 from workbench.models.column_matching import Columns, ColumnSource, NormStep, find_columns, first_token_columns
-from workbench.models.layout import BATCH_FIRST, BatchLayout, values_of
+from workbench.models.layout import BATCH_FIRST, BatchLayout
 from workbench.models.readable_weights import on_device, read_parameter, readable
 from workbench.models.streaming import with_weights
 from workbench.models.tracing import (
@@ -98,10 +97,9 @@ class QueryKey:
             heads).
         query_bias: Query bias, shape (head, head_dim); None if there is none.
         key_bias: Key bias, shape (key-value head, head_dim); None if there is none.
-        layout: Where the weights are in the parameters, as text.
         notes: Notes on their scale: constant factors, norms between projection and scores.
-        query_recipe: Recipe to read the current query weights.
-        key_recipe: Recipe to read the current key weights.
+        query_recipe: Recipe to read the current query weights, with the parameter and the indices of each head in it.
+        key_recipe: The same for the key weights.
     """
 
     layer: int
@@ -110,7 +108,6 @@ class QueryKey:
     key: Tensor
     query_bias: Tensor | None
     key_bias: Tensor | None
-    layout: str
     notes: str
     query_recipe: WeightRecipe
     key_recipe: WeightRecipe
@@ -183,18 +180,17 @@ def query_key_weights(
             found.append(Unreadable(layer, site.name, reading))
             continue
         (query, query_bias), (key, key_bias) = reading.query.read(model), reading.key.read(model)
-        where = reading.layout, reading.notes, reading.query, reading.key
-        found.append(QueryKey(layer, site.name, query, key, query_bias, key_bias, *where))
+        how = reading.notes, reading.query, reading.key
+        found.append(QueryKey(layer, site.name, query, key, query_bias, key_bias, *how))
     return found
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """Recipes of a block's query and key weights, with their descriptions."""
+    """Recipes of a block's query and key weights, with notes on their scale."""
 
     query: WeightRecipe
     key: WeightRecipe
-    layout: str
     notes: str
 
 
@@ -229,9 +225,7 @@ def _read_packed(attention: PackedAttention) -> _Reading | str:
             weight.name, weight.axis, index + weight.start, None if bias is None else bias.name, bias_index
         )
 
-    recipes = recipe_of(query, attention.query_bias), recipe_of(key, attention.key_bias)
-    same = "consecutive rows of one parameter" if query.name == key.name else "separate parameters"
-    return _Reading(*recipes, f"{query.name}: {same}, as PyTorch's multi-head attention documents it", "")
+    return _Reading(recipe_of(query, attention.query_bias), recipe_of(key, attention.key_bias), "")
 
 
 def _read_scores(attention: Scores, trace: BlockTrace) -> _Reading | str:
@@ -286,7 +280,7 @@ def _combine(query: Columns, key: Columns, head_dim: int, width: int) -> _Readin
         return "its queries and keys come from different inputs, as in cross-attention"
     if inputs[0].shape[-1] != width:
         notes.append(f"the weights act on {inputs[0].shape[-1]} features computed from the {width} of the stream")
-    return _Reading(recipes[0], recipes[1], _layout(*recipes), "; ".join(notes))
+    return _Reading(*recipes, "; ".join(notes))
 
 
 def _recipe(part: Columns, index: Tensor) -> tuple[WeightRecipe, ColumnSource] | str:
@@ -360,22 +354,6 @@ def _notes(what: str, part: Columns, index: Tensor, recipe: WeightRecipe) -> lis
     return notes
 
 
-def _layout(query: WeightRecipe, key: WeightRecipe) -> str:
-    def words(recipe: WeightRecipe) -> str:
-        heads, head_dim = recipe.index.shape
-        steps = recipe.index.diff(dim=1)
-        starts = recipe.index[:, 0].tolist()
-        strides = {b - a for a, b in pairwise(starts)}
-        order = "columns" if recipe.axis else "rows"
-        where = f"{recipe.parameter}, {order} from {starts[0]}"
-        spacing = f", one head every {strides.pop()}" if len(strides) == 1 else ", heads in groups" if strides else ""
-        inside = "" if (steps == 1).all() else ", features permuted"
-        through = f" after {recipe.inner.parameter}" if recipe.inner is not None else ""
-        return f"{where}: {heads} heads of {head_dim}{spacing}{inside}{through}"
-
-    return f"query {words(query)}; key {words(key)}"
-
-
 def _after_norm(
     model: nn.Module, norm: NormStep | None, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -406,16 +384,16 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRS
     axis = layout.inputs
     if axis is None:
         return inputs
-    given = [value for value in values_of(inputs) if isinstance(value, Tensor) and value.ndim > axis]
+    given = [value for _, value in tensors_of(inputs) if value.ndim > axis]
     n_given = given[0].shape[axis] if given else 0
 
     # The embedding of padding is 0, so that no state could be told from another one by its direction.
     padding = {m.padding_idx for m in model.modules() if isinstance(m, nn.Embedding) and m.padding_idx is not None}
 
-    def remake(value: Any, name: str) -> Any:
+    def remake(value: Any, name: Any) -> Any:
         if not isinstance(value, Tensor) or value.ndim <= axis or value.shape[axis] != n_given:
             return value
-        return remade(value.movedim(axis, 0), name).movedim(0, axis)
+        return remade(value.movedim(axis, 0), str(name or "")).movedim(0, axis)
 
     def remade(value: Tensor, name: str) -> Tensor:
         if value.is_floating_point():
@@ -433,11 +411,7 @@ def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRS
             return value.new_zeros(_N_EXAMPLES, n_tokens)
         return _draw(value, n_tokens, generator, padding)
 
-    if isinstance(inputs, Mapping):
-        return {name: remake(value, name) for name, value in inputs.items()}
-    if isinstance(inputs, tuple | list):
-        return tuple(remake(value, "") for value in inputs)
-    return remake(inputs, "")
+    return with_values(inputs, remake)
 
 
 def _draw(tokens: Tensor, n_tokens: int, generator: torch.Generator, padding: set[int]) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from workbench.errors import OptionError, SnapshotError
-from workbench.models.layout import BATCH_FIRST, BatchLayout, require, values_of
+from workbench.models.calling import tensors_of, with_values
+from workbench.models.layout import BATCH_FIRST, BatchLayout, require
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
@@ -127,18 +128,12 @@ def as_batch(inputs: Any) -> Any:
     Arrays become tensors, integers int64, and the ids of one sequence a batch of one; other values are unchanged.
     Tensors that no model accepts raise SnapshotError.
     """
-    if isinstance(inputs, Mapping):
-        return {name: _as_tensor(value, str(name)) for name, value in inputs.items()}
-    if isinstance(inputs, tuple | list):
-        return tuple(_as_tensor(value, None) for value in inputs)
-    return _as_tensor(inputs, "")
+    return with_values(inputs, _as_tensor)
 
 
-def _as_tensor(value: Any, name: str | None) -> Any:
-    """Convert a value to a tensor if it is an array or a list of ids.
-
-    The name is that of a keyword argument, "" for inputs that are a single tensor, or None for a positional argument.
-    """
+def _as_tensor(value: Any, name: Any) -> Any:
+    """Convert a value to a tensor if it is an array or a list of ids; names are those of `with_values`."""
+    name = str(name) if name is not None else None
     if name and name.endswith("_ids") and _is_list(value):
         try:
             value = torch.tensor(value)
@@ -210,7 +205,7 @@ def _is_numbers(inputs: Sequence[Any]) -> bool:
 
 def count_examples(batch: Any, axis: int = 0) -> int:
     """Return the number of sequences in a batch: the length of its first tensor along the axis that counts them."""
-    tensors = [value for value in values_of(batch) if isinstance(value, Tensor) and value.ndim]
+    tensors = [value for _, value in tensors_of(batch)]
     if not tensors:
         raise SnapshotError("A batch holds no tensor; pass token ids, pixel values or embeddings.")
     return tensors[0].shape[axis if tensors[0].ndim > axis else 0]
@@ -226,7 +221,7 @@ def _split(batch: Any, layout: BatchLayout) -> Iterator[Any]:
         yield batch
         return
     n_examples = count_examples(batch, axis)
-    first = next(value for value in values_of(batch) if isinstance(value, Tensor) and value.ndim)
+    first = next(value for _, value in tensors_of(batch))
     is_tokens = first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point())
     per_example = first.shape[1 - axis] if is_tokens else 1 if first.ndim == 2 else 256
     step = max(1, _TOKENS_PER_PASS // max(per_example, 1))
@@ -243,7 +238,7 @@ def _head(batch: Any) -> Any:
     """Return the first two examples, enough to read the anatomy; three where the axis of tokens has length 2."""
     if isinstance(batch, tuple) or not _can_be_cut(batch, 0):
         return batch
-    first = next((value for value in values_of(batch) if isinstance(value, Tensor) and value.ndim > 1), None)
+    first = next((value for _, value in tensors_of(batch) if value.ndim > 1), None)
     return take_examples(batch, slice(0, 3 if first is not None and first.shape[1] == 2 else 2))
 
 
@@ -261,7 +256,7 @@ def shortened(batch: Any, n_tokens: int) -> Any:
 def _can_be_cut(batch: Any, axis: int) -> bool:
     """Return whether all tensors have one entry per sequence, so that a subset of the sequences can be taken."""
     n_examples = count_examples(batch, axis)
-    tensors = [value for value in values_of(batch) if isinstance(value, Tensor) and value.ndim > 1]
+    tensors = [value for _, value in tensors_of(batch) if value.ndim > 1]
     return all(
         value.shape[axis] in (1, n_examples) or (axis == 1 and value.shape[0] == n_examples)  # masks: batch first
         for value in tensors
@@ -276,16 +271,14 @@ def take_examples(batch: Any, which: slice | Tensor, axis: int = 0) -> Any:
         return batch[(slice(None),) * axis + (which if isinstance(which, slice) else which.to(batch.device),)]
     n_examples = count_examples(batch, axis)
 
-    def taken(value: Any) -> Any:
+    def taken(value: Any, name: Any) -> Any:
         if not isinstance(value, Tensor) or not value.ndim:
             return value
         if value.ndim > axis and value.shape[axis] == n_examples:
             return take_examples(value, which, axis)
         return take_examples(value, which) if axis and value.shape[0] == n_examples else value  # masks: batch first
 
-    if isinstance(batch, Mapping):
-        return {name: taken(value) for name, value in batch.items()}
-    return tuple(taken(value) for value in batch)
+    return with_values(batch, taken)
 
 
 #: Masks that are 0 at padding, laid out like the inputs; and those of PyTorch, (batch, token), which are True there.
@@ -299,25 +292,18 @@ class TokenSelection:
 
     Padding (0 in an ``attention_mask``, True in PyTorch's ``src_key_padding_mask``) is never chosen. If the number of
     sequences is known, the states are drawn at random from all of them; from an iterator they are taken in order.
-
-    Attributes:
-        n_snapshots: Number of states to choose in total; None for all.
-        skip_first: Number of leading tokens of each sequence to leave out, because the first often carries massive
-            activations. For inputs without token ids, such as images, the number of leading states.
-        seed: Seed of the random choice.
-        layout: Layout of inputs and states.
-        n_chosen: Number of states chosen so far.
-        n_offered: Number of states so far that could have been chosen.
-        has_unused_mask: Whether there was a mask that belongs to other tokens than the states, such as that of an
-            encoder for states of the decoder.
     """
 
-    n_snapshots: int | None
+    n_snapshots: int | None  # number of states to choose in total; None for all
+    #: Number of leading tokens of each sequence to leave out, because the first often carries massive activations. For
+    #: inputs without token ids, such as images, the number of leading states.
     skip_first: int = 0
-    seed: int = 0
-    layout: BatchLayout = BATCH_FIRST
-    n_chosen: int = 0
-    n_offered: int = 0
+    seed: int = 0  # seed of the random choice
+    layout: BatchLayout = BATCH_FIRST  # layout of inputs and states
+    n_chosen: int = 0  # number of states chosen so far
+    n_offered: int = 0  # number of states so far that could have been chosen
+    #: Whether there was a mask that belongs to other tokens than the states, such as that of an encoder for states of
+    #: the decoder.
     has_unused_mask: bool = False
     _n_left: int | None = None
     _generator: torch.Generator = field(default_factory=torch.Generator)

@@ -184,6 +184,24 @@ def config_options(options: Iterable[Option]) -> Iterator[None]:
             setattr(*before)
 
 
+def tensors_of(batch: Any) -> list[tuple[Any, Tensor]]:
+    """Return name and value of each tensor with an axis in a batch; names are those of `with_values`, or positions."""
+    items: Iterable[tuple[Any, Any]] = [("", batch)]
+    if isinstance(batch, Mapping | tuple | list):
+        items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    return [(name, value) for name, value in items if isinstance(value, Tensor) and value.ndim]
+
+
+def with_values(batch: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return a batch of which a function of value and name has changed each value.
+
+    The name is that of a keyword argument, None for a positional one, "" for inputs that are a single tensor.
+    """
+    if isinstance(batch, Mapping):
+        return {name: change(value, name) for name, value in batch.items()}
+    return tuple(change(value, None) for value in batch) if isinstance(batch, tuple | list) else change(batch, "")
+
+
 def call_model(model: nn.Module, inputs: Any) -> Any:
     """Call a model with inputs of any supported form.
 
@@ -318,7 +336,7 @@ def _about_tokens(model: nn.Module, inputs: Any) -> str:
     """Return a sentence about token ids that do not fit; empty if there are none."""
     name = type(model).__name__
     embedding = _embedding(model)
-    vectors = [key for key, t in _tensors(inputs) if key in ("", "0") and t.ndim == 3 and t.is_floating_point()]
+    vectors = [key for key, t in tensors_of(inputs) if key in ("", 0) and t.ndim == 3 and t.is_floating_point()]
     if vectors and embedding is not None and "inputs_embeds" in inspect.signature(model.forward).parameters:
         return f"{name} takes token ids first, and vectors were given; pass them as {{'inputs_embeds': vectors}}."
     for key, tokens in _token_ids(inputs):
@@ -347,7 +365,7 @@ def _about_tokens(model: nn.Module, inputs: Any) -> str:
 def _about_images(model: nn.Module, inputs: Any) -> str:
     """Return a sentence about images that do not fit; empty if there are none."""
     name, config = type(model).__name__, getattr(model, "config", None)
-    images = next((t for _, t in _tensors(inputs) if t.ndim > 1), None)
+    images = next((t for _, t in tensors_of(inputs) if t.ndim > 1), None)
     if images is None:
         return ""
     size, channels = (getattr(config, option, None) for option in ("image_size", "num_channels"))
@@ -389,24 +407,15 @@ def _longest(model: nn.Module) -> int | None:
 
 
 def _token_ids(inputs: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in _tensors(inputs):
-        if name in ("", "0", "input_ids", "decoder_input_ids") and tensor.ndim in (1, 2):
-            yield name, tensor
-
-
-def _tensors(inputs: Any) -> Iterator[tuple[str, Tensor]]:
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(inputs, Mapping):
-        items = inputs.items()
-    else:
-        items = enumerate(inputs) if isinstance(inputs, tuple | list) else [("", inputs)]
-    yield from ((str(name), value) for name, value in items if isinstance(value, Tensor))
+    for name, tensor in tensors_of(inputs):
+        if name in ("", 0, "input_ids", "decoder_input_ids") and tensor.ndim in (1, 2):
+            yield str(name), tensor
 
 
 def _described(inputs: Any) -> str:
     """Describe inputs by their types and shapes."""
     parts = [
-        f"{f'{name} ' if name and not name.isdigit() else ''}{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
-        for name, t in _tensors(inputs)
+        f"{f'{name} ' if name and isinstance(name, str) else ''}{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
+        for name, t in tensors_of(inputs)
     ]
     return f"inputs of {', '.join(parts)}" if parts else f"a {type(inputs).__name__}"

@@ -56,21 +56,13 @@ def capture_layers(
 ) -> None:
     """Run a model over batches and pass the moments of every block's input and output to a function.
 
-    The computation of the model is unchanged, except that its language-model head is skipped. Hooks return None and
-    are always removed; training mode and random state are restored.
-
-    Args:
-        model: Model in any mode; it is run in eval mode without gradients.
-        anatomy: Anatomy of the model.
-        batches: Batches of inputs.
-        selection: Selection of token states, the same in every layer.
-        take: Function called with each layer and its moments, on the device of the states (on the host where that
-            device has no float64). If there is a single batch, it is called when the batch has passed the layer,
-            otherwise at the end. Where the depth of a forward pass depends on the data, the numbers of snapshots differ
-            between layers.
-        options: Options of the spectra; with a rank, the leading directions are sufficient.
-        layers: Layers to capture; None captures all.
-        after_batch: Function called after each batch with the number of states chosen so far.
+    The model, in any mode, runs in eval mode without gradients; its computation is unchanged, except that its
+    language-model head is skipped. Hooks return None and are always removed; training mode and random state are
+    restored. ``take`` receives each layer and its moments, on the device of the states (on the host where that device
+    has no float64): when the batch has passed the layer, if there is a single batch, otherwise at the end. Where the
+    depth of a forward pass depends on the data, the numbers of snapshots differ between layers. ``layers`` of None
+    captures all; with a rank in the options, the leading directions are sufficient. ``after_batch`` receives the number
+    of states chosen so far.
     """
     model = runnable(model)
     captured = range(len(anatomy.sites)) if layers is None else sorted(layers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError
+from workbench.models.calling import tensors_of
 
 _REMEDY = (
     "pass batch_first=True if the inputs are (batch, token) or (batch, token, feature), batch_first=False if they are "
@@ -23,17 +24,13 @@ _ROUNDING = 16.0
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The axes that count sequences.
+    """The axes that count sequences."""
 
-    Attributes:
-        inputs: Axis of the input tensors that counts sequences, 0 or 1; None if it cannot be determined.
-        states: Axis of the states that counts sequences; None if it cannot be determined, or if states have shape
-            (token, feature).
-        can_split: Whether a forward pass on a part of the inputs yields the same states as one on all of them.
-    """
-
-    inputs: int | None = 0
+    inputs: int | None = 0  # axis of the input tensors that counts sequences, 0 or 1; None if it cannot be determined
+    #: Axis of the states that counts sequences; None if it cannot be determined, or if states have shape (token,
+    #: feature).
     states: int | None = 0
+    #: Whether a forward pass on a part of the inputs yields the same states as one on all of them.
     can_split: bool = True
 
 
@@ -54,21 +51,16 @@ def layout_of(
     The layout is documented for models of transformers and of the zoo, for images, and for PyTorch's own transformer
     layers. For other models one token is changed: attention, convolutions and scans propagate the change along the axis
     of tokens, but never from one sequence to another. If no token depends on another, the axes of batch and token
-    cannot be distinguished and are None; code that needs them calls `require`.
-
-    Args:
-        model: Module that ran.
-        inputs: Inputs of that run; at most a few examples.
-        leading: Shape of the states without the axis of features.
-        batch_first: Layout of the inputs as stated by the user; None if it is not stated.
-        state_for: Function from inputs to the states that leave the last block.
+    cannot be distinguished and are None; code that needs them calls `require`. ``leading`` is the shape of the states
+    without features, ``batch_first`` what the user states, and ``state_for`` maps inputs, a few examples, to the states
+    that leave the last block.
     """
     tokens = token_tensors(inputs)
     axis = 1 - int(batch_first) if batch_first is not None else _documented_axis(model, inputs)
     if axis is not None:
         return BatchLayout(axis, _axis_by_size(model, inputs, leading, axis, state_for, has_tokens=bool(tokens)))
     if not tokens:  # vectors: each is a separate example, unless they turn out to be tokens of one sequence
-        main = next((value for _, value in _named(inputs)), None)
+        main = next((value for _, value in tensors_of(inputs)), None)
         is_sequence = main is not None and main.ndim == 2 and len(_changed(main, inputs, state_for)) > 1
         return BatchLayout(None if is_sequence else 0, None if is_sequence else 0, not is_sequence)
     name, main = tokens[0]
@@ -107,35 +99,19 @@ def require(axis: int | None, what: str, leading: tuple[int, ...]) -> int:
     return axis
 
 
-def values_of(batch: Any) -> Iterable[Any]:
-    """Return the values of keyword or positional arguments, or those that are a single one."""
-    if isinstance(batch, Mapping):
-        return batch.values()
-    return batch if isinstance(batch, tuple | list) else [batch]
-
-
 def token_tensors(inputs: Any) -> list[tuple[Any, Tensor]]:
     """Return name (or position) and value of each input that holds tokens: ids (a, b) or vectors (a, b, feature)."""
     return [
         (name, value)
-        for name, value in _named(inputs)
+        for name, value in tensors_of(inputs)
         if (value.ndim == 3 if value.is_floating_point() else value.ndim == 2)
         and not any(part in str(name) for part in _COMPANIONS)
     ]
 
 
-def _named(inputs: Any) -> Iterator[tuple[Any, Tensor]]:
-    items: Iterable[tuple[Any, Any]]
-    if isinstance(inputs, Mapping):
-        items = inputs.items()
-    else:
-        items = enumerate(inputs) if isinstance(inputs, tuple | list) else [(None, inputs)]
-    yield from ((name, value) for name, value in items if isinstance(value, Tensor) and value.ndim)
-
-
 def _documented_axis(model: nn.Module, inputs: Any) -> int | None:
     """Return the axis of the inputs that counts sequences if it is documented for the model, else None."""
-    if any(value.ndim > 3 for _, value in _named(inputs)):
+    if any(value.ndim > 3 for _, value in tensors_of(inputs)):
         return 0  # images and videos: convolutions expect the batch first
     from workbench.zoo.constructors import is_zoo_model
 
@@ -144,7 +120,7 @@ def _documented_axis(model: nn.Module, inputs: Any) -> int | None:
         return 0
     if modules[0][:2] == ["torch", "nn"]:
         attention = next((m for m in model.modules() if isinstance(m, nn.MultiheadAttention)), None)
-        has_batch = all(value.ndim == 3 for _, value in _named(inputs) if value.is_floating_point())
+        has_batch = all(value.ndim == 3 for _, value in tensors_of(inputs) if value.is_floating_point())
         if attention is not None and has_batch:
             return 0 if attention.batch_first else 1
     return None
@@ -160,12 +136,13 @@ def _axis_by_size(
     has_tokens: bool,
 ) -> int | None:
     """Return the axis of the states whose length is the number of sequences; None if there is none."""
-    counts = {value.shape[axis] for _, value in _named(inputs) if value.ndim > axis}
+    counts = {value.shape[axis] for _, value in tensors_of(inputs) if value.ndim > axis}
     fitting = [position for position, size in enumerate(leading) if size in counts]
     if len(fitting) == 1:
         return fitting[0]
     if len(fitting) > 1:  # change a full sequence: the axis along which only one entry changes counts sequences
-        named = token_tensors(inputs) or [(n, v) for n, v in _named(inputs) if v.is_floating_point() and v.ndim > axis]
+        vectors = [(n, v) for n, v in tensors_of(inputs) if v.is_floating_point() and v.ndim > axis]
+        named = token_tensors(inputs) or vectors
         if not named:
             return fitting[0]
         changed = _changed_states(*named[0], inputs, state_for, sequence_axis=axis)
@@ -220,7 +197,7 @@ def _changed_states(
 
 def _changed(main: Tensor, inputs: Any, state_for: Callable[[Any], Tensor]) -> list[int]:
     """Return the indices of the vectors whose states change with the first vector."""
-    name = next(n for n, value in _named(inputs) if value is main)
+    name = next(n for n, value in tensors_of(inputs) if value is main)
     changed = main.clone()
     changed[0] = _another(main, changed[0])
     difference = _difference(state_for(inputs), state_for(_with(inputs, name, changed)))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,17 +149,13 @@ def _check_is_lora(folder: Path, options: Mapping[str, Any]) -> None:
         )
 
 
-__all__ = ["LazyTensor", "lazy_state"]
-
-
 def lazy_state(path: Path) -> dict[str, LazyTensor]:
     """Return the tensors of a file or folder by name, without reading their values.
 
-    Args:
-        path: A file of weights (``.safetensors``, or a pickle, which is read without running code); a folder with such
-            files, an index of shards, DeepSpeed's states, or a distributed checkpoint of PyTorch or Megatron; a
-            Trainer's folder with one checkpoint; an adapter of PEFT, which is merged if its base model is local; or a
-            GGUF file, whose tensors are dequantized to float32 when read.
+    The path is a file of weights (``.safetensors``, or a pickle, which is read without running code); a folder with
+    such files, an index of shards, DeepSpeed's states, or a distributed checkpoint of PyTorch or Megatron; a Trainer's
+    folder with one checkpoint; an adapter of PEFT, which is merged if its base model is local; or a GGUF file, whose
+    tensors are dequantized to float32 when read.
     """
     with CHECKPOINT.reading(path):
         if path.suffix == ".gguf" and not path.is_dir():
@@ -307,7 +304,7 @@ class GgufFile:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[options["model_type"]].from_dict(options))
         processor = TENSOR_PROCESSORS.get(self.architecture, TensorProcessor)(config=options)
-        names = get_gguf_hf_weights_map(_Outermost(model, _NAMED_LEVELS), processor)
+        names = get_gguf_hf_weights_map(_outermost(model, _NAMED_LEVELS), processor)
         parts: dict[str, list[Any]] = {}
         for tensor in self.tensors:
             # Experts are named without the ending, because transformers stacks them in one parameter.
@@ -319,30 +316,16 @@ class GgufFile:
         return model, state | {n: _processed(file, n, [own[n]], TensorProcessor(), {}) for n in self._beyond()}
 
 
-@dataclass(frozen=True)
-class _Outermost:
-    """The outer levels of a module, from which transformers derives the names of tensors.
+def _outermost(module: nn.Module, n_levels: int) -> Any:
+    """Return the outer levels of a module, from which transformers derives the names of tensors.
 
     For each module transformers recomputes the names of all tensors, although no name begins at a module deep inside.
     With all modules of 30 blocks this takes ten seconds.
     """
-
-    module: nn.Module
-    n_levels: int
-
-    @property
-    def config(self) -> Any:
-        """Configuration of the module."""
-        return self.module.config
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the tensors of the module."""
-        return self.module.state_dict()
-
-    def named_children(self) -> list[tuple[str, _Outermost]]:
-        """Return its direct submodules; none below the last level."""
-        children = self.module.named_children() if self.n_levels else ()
-        return [(name, _Outermost(child, self.n_levels - 1)) for name, child in children]
+    children = module.named_children() if n_levels else ()
+    inner = [(name, _outermost(child, n_levels - 1)) for name, child in children]
+    config = getattr(module, "config", None)
+    return SimpleNamespace(config=config, state_dict=module.state_dict, named_children=lambda: inner)
 
 
 def _processed(file: str, name: str, parts: Sequence[Any], processor: Any, names: Mapping[str, str]) -> LazyTensor:

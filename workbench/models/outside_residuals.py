@@ -33,22 +33,15 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True, eq=False)
 class OutsideStack:
-    """Layers between which the residual is added.
+    """Layers between which the residual is added."""
 
-    Attributes:
-        name: Path of the container.
-        sites: One per visit of a member of the container.
-        shape: Shape of the state.
-        is_chain: Whether the state that leaves each layer enters the next, either unchanged or, for at most half of
-            them, through one module in between that merges it with an earlier state, as in a U-net.
-        end: Number of the event at which the last layer ended, in the order of the forward pass.
-    """
-
-    name: str
-    sites: tuple[Site, ...]
-    shape: Shape
+    name: str  # path of the container
+    sites: tuple[Site, ...]  # one per visit of a member of the container
+    shape: Shape  # shape of the state
+    #: Whether the state that leaves each layer enters the next, either unchanged or, for at most half of them, through
+    #: one module in between that merges it with an earlier state, as in a U-net.
     is_chain: bool
-    end: int
+    end: int  # number of the event at which the last layer ended, in the order of the forward pass
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -131,31 +124,34 @@ def find_outside_stacks(
     return stacks, others
 
 
-def choose_outside(
-    model: nn.Module, stacks: Sequence[OutsideStack], others: Sequence[str], stack: str | None, refusal: AnatomyError
-) -> OutsideStack:
+def choose_outside(model: nn.Module, stacks: Sequence[OutsideStack], stack: str | None) -> OutsideStack | None:
     """Return the stack of a given name or, without a name, the one that must be the model's residual stream.
 
     Without a name, the stack must be a chain with as many layers as the config states (or a multiple, where layers have
     several branches), and must hold at least half of the parameters of all repeated modules. Of several such stacks the
-    longest is chosen, and of equally long ones the last to run. If there is none, ``refusal`` is raised, which says why
-    the model has no stack of complete blocks, with the stacks that can be chosen by name.
+    longest is chosen, and of equally long ones the last to run.
     """
-    if stack is None:
-        counts = block_counts(model)
-        fitting = [s for s in stacks if s.is_chain]
-        if counts:
-            fitting = [s for s in fitting if any(len(s.sites) % count.n_blocks == 0 for count in counts)]
-        fitting = [s for s in fitting if fraction_of_repeated(model, s.modules) >= MIN_COVERAGE]
-        # A list by itself is preferred to the same list combined with others.
-        chosen = max(fitting, key=lambda s: (len(s.sites), "+" not in s.name, s.end), default=None)
-    else:
-        chosen = next((s for s in stacks if s.name == stack), None)
-    if chosen is not None:
-        return chosen
+    if stack is not None:
+        return next((s for s in stacks if s.name == stack), None)
+    counts = block_counts(model)
+    fitting = [
+        s
+        for s in stacks
+        if s.is_chain
+        and (not counts or any(len(s.sites) % count.n_blocks == 0 for count in counts))
+        and fraction_of_repeated(model, s.modules) >= MIN_COVERAGE
+    ]
+    # A list by itself is preferred to the same list combined with others.
+    return max(fitting, key=lambda s: (len(s.sites), "+" not in s.name, s.end), default=None)
+
+
+def without_outside(
+    model: nn.Module, stacks: Sequence[OutsideStack], others: Sequence[str], stack: str | None, refusal: AnatomyError
+) -> AnatomyError:
+    """Return the refusal of a model without complete blocks, with the stacks that can be chosen by name."""
     if stacks:
         listed = ", ".join(map(str, stacks[:_MAX_LISTED]))
-        raise AnatomyError(f"{refusal} These can also be passed as stack=: {listed}.") from None
+        return AnatomyError(f"{refusal} These can also be passed as stack=: {listed}.")
     others = [
         name
         for name in others
@@ -163,11 +159,11 @@ def choose_outside(
         or (stack is None and fraction_of_repeated(model, model.get_submodule(name).children()) >= MIN_COVERAGE)
     ]
     if others:
-        raise AnatomyError(
+        return AnatomyError(
             f"{refusal} The members of {others[0]} are called in sequence, but the state that passes from one to the "
             "next is not the sum of the previous state and their outputs, so no residual stream can be read there."
-        ) from None
-    raise refusal
+        )
+    return refusal
 
 
 def _side_by_side(

@@ -146,12 +146,7 @@ class WeightNorm(LinearParametrization):
 
 
 class UnitNorm(nn.Module):
-    """A matrix divided by its largest singular value.
-
-    Args:
-        weight: Current value of the matrix.
-        n_iterations: Power iterations per forward pass; the direction is kept in training mode only.
-    """
+    """A matrix divided by its largest singular value; the direction of the iteration is kept in training mode only."""
 
     direction: Tensor
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
 from workbench.formatting import counted, duration
@@ -24,10 +24,9 @@ from workbench.koopman.sketch import OVERSAMPLING
 from workbench.koopman.spectra import as_dataset, layer_spectra, warn_if_rank_deficient
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import TOKENS_OF_A_TASK, Batches, TokenSelection, shortened
-from workbench.models.calling import device_of
+from workbench.models.calling import device_of, tensors_of
 from workbench.models.capture import LayerResults, ProfileJournal, capture_layers, is_sketched, n_waiting
 from workbench.models.checkpoint import open_checkpoint
-from workbench.models.layout import values_of
 from workbench.models.residual_check import require_residuals
 from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
@@ -172,7 +171,7 @@ def require_memory(cost: ProfileCost, subject: Subject) -> None:
 
 def _n_tokens(item: Any) -> int:
     """Return the number of token states of a batch as estimated from shapes; 0 if it holds no tensor."""
-    first = next((value for value in values_of(item) if isinstance(value, Tensor) and value.ndim), None)
+    first = next((value for _, value in tensors_of(item)), None)
     if first is None:
         return 0
     if first.ndim == 3 or (first.ndim == 2 and not first.is_floating_point()):

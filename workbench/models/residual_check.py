@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,12 +68,13 @@ def require_residuals(model: nn.Module, inputs: Any, stack: str, sites: Sequence
     tried = [sites[place] for place in sorted({0, len(sites) // 2, len(sites) - 1})]
     for site in tried:  # whether a change reaches the leaving state while matrix products are fixed
         products = _Products()
-        plain = _states_of(model, inputs, site, products, is_changed=False)
+        inside = BlockHooks([site], products.begin, products.end)
+        plain = states_of(model, inputs, [site], None, inside, products)
         if products.are_others:
             return
         products.replay()
-        changed = _states_of(model, inputs, site, products, is_changed=True)
-        if products.are_others or not torch.equal(changed["out"], plain["out"]):
+        changed = states_of(model, inputs, [site], random_change, inside, products)
+        if products.are_others or not torch.equal(changed[-1].double(), plain[-1].double()):
             return
     if any(_carried_on(model, inputs, site) >= MIN_COSINE for site in tried):
         return
@@ -93,25 +94,31 @@ def lack_of_matrix(sites: Sequence[Site]) -> str:
 
 def _carried_on(model: nn.Module, inputs: Any, site: Site) -> float:
     """Return the mean cosine over tokens between changes of the state that enters and of the state that leaves."""
-    plain, changed = (_states_of(model, inputs, site, is_changed=is_changed) for is_changed in (False, True))
-    return float(torch.cosine_similarity(changed["out"] - plain["out"], changed["change"], dim=-1).nanmean())
+    plain, changed = (states_of(model, inputs, [site], change) for change in (None, random_change))
+    (before, after), (new_before, new_after) = ([state.double() for state in states] for states in (plain, changed))
+    return float(torch.cosine_similarity(new_after - after, new_before - before, dim=-1).nanmean())
 
 
 class _Products(TorchDispatchMode):
-    """Mode that records the outputs of matrix products and replays them in a second pass.
-
-    Attributes:
-        is_on: Whether products are recorded or replayed at present.
-        are_others: Whether the second pass called different products, or the states have no values.
-    """
+    """Mode that records the outputs of matrix products inside a block and replays them in a second pass."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_on = self.are_others = False
+        self._is_inside = False
+        self.are_others = False  # whether the second pass called different products, or the states have no values
         self._kept: list[tuple[Any, Any, Any]] = []
         self._next: int | None = None
+
+    def begin(self, call: BlockCall) -> None:
+        """Record or replay products from now on; without values residuals cannot be tested, nor anything measured."""
+        self._is_inside = True
+        self.are_others |= call.state_in.is_meta
+
+    def end(self, call: BlockCall) -> None:
+        """Leave products alone from now on."""
+        self._is_inside = False
 
     def replay(self) -> None:
         """Return the recorded outputs from now on, in order."""
@@ -120,7 +127,7 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
-        if not self.is_on or not (name in _PRODUCTS or name.startswith(_ATTENTION)):
+        if not self._is_inside or not (name in _PRODUCTS or name.startswith(_ATTENTION)):
             return func(*args, **kwargs)
         if self._next is None:
             found = func(*args, **kwargs)
@@ -149,29 +156,30 @@ def random_change(state: Tensor) -> Tensor:
     return (given + _RELATIVE_SIZE * scale * noise).to(state.dtype).to(state.device)
 
 
-def _states_of(
-    model: nn.Module, inputs: Any, site: Site, products: _Products | None = None, *, is_changed: bool
-) -> dict[str, Tensor]:
-    """Return the state that leaves a block (``out``, float64) and the ``change``, if any, of the one that entered."""
-    found: dict[str, Tensor] = {}
+def states_of(
+    model: nn.Module,
+    inputs: Any,
+    sites: Sequence[Site],
+    change: Callable[[Tensor], Tensor] | None = None,
+    *contexts: AbstractContextManager[Any],
+) -> list[Tensor]:
+    """Return the states that enter and leave each block in one pass, alternately, on the host.
+
+    ``change`` maps the state that enters the first block to the one that enters in its place.
+    """
+    found: list[Tensor] = []
+
+    def keep(state: Tensor) -> None:
+        found.append(state.detach() if state.is_meta else state.detach().cpu().clone())
 
     def enter(call: BlockCall) -> Tensor | None:
-        changed = None
-        if is_changed:
-            changed = random_change(call.state_in)
-            found["change"] = changed.cpu().double() - call.state_in.cpu().double()
-        if products is not None:
-            products.is_on = True
-            # Without values residuals cannot be tested, and nothing will be measured.
-            products.are_others |= call.state_in.is_meta
+        changed = None if change is None or call.layer else change(call.state_in)
+        keep(call.state_in if changed is None else changed)
         return changed
 
-    def leave(call: BlockCall) -> None:
-        if products is not None:
-            products.is_on = False
-        state = call.state_out.detach()
-        found["out"] = state if state.is_meta else state.cpu().double().clone()
-
-    with undisturbed(model), BlockHooks([site], enter, leave), products or nullcontext():
+    with ExitStack() as stack:
+        hooks = BlockHooks(sites, enter, lambda call: keep(call.state_out))
+        for context in (undisturbed(model), hooks, *contexts):
+            stack.enter_context(context)
         run_model(model, inputs)
     return found

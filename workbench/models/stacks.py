@@ -8,11 +8,11 @@ from functools import cached_property
 from itertools import islice, pairwise
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from workbench.errors import AnatomyError
-from workbench.models.block_calls import Call, Slot, has_matrix
-from workbench.models.layout import values_of
+from workbench.models.block_calls import Call, Slot, has_matrix, record_calls
+from workbench.models.calling import tensors_of
 
 _NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _DECODER_NAMES = ("decoder_layers", "num_decoder_layers")
@@ -32,15 +32,10 @@ _PARTS = (
 
 @dataclass(frozen=True)
 class BlockCount:
-    """A number of blocks in a config.
+    """A number of blocks in a config."""
 
-    Attributes:
-        n_blocks: Number of blocks.
-        where: Path of the option in the config.
-    """
-
-    n_blocks: int
-    where: str
+    n_blocks: int  # number of blocks
+    where: str  # path of the option in the config
 
     def __str__(self) -> str:
         return f"{self.where} = {self.n_blocks}"
@@ -83,8 +78,8 @@ def _read(config: Any, name: str) -> Any:
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
-#: Whether the members of a candidate are residual blocks.
-AreBlocks = Callable[["Candidate"], bool]
+#: Function that returns why the members of a candidate are no residual blocks, as text; empty if they are.
+Lack = Callable[["Candidate"], str]
 #: Maximum numbers of candidates that a message names, and that are tested for it.
 _MAX_LISTED, _MAX_TRIED = 6, 12
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -142,6 +137,11 @@ class Candidate:
     def modules(self) -> list[str]:
         """Names of the modules called, without duplicates."""
         return list(dict.fromkeys(call.name for call in self.calls))
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Module of each call."""
+        return [call.module for call in self.calls]
 
     def __str__(self) -> str:
         name = self.name or "the model itself"
@@ -211,11 +211,11 @@ def is_outer(candidate: Candidate, among: Sequence[Candidate]) -> bool:
     return not any(_is_inside(candidate, other) for other in among if other is not candidate)
 
 
-def choose_by_name(candidates: Sequence[Candidate], stack: str, are_blocks: AreBlocks) -> Candidate:
+def choose_by_name(candidates: Sequence[Candidate], stack: str, lack: Lack) -> Candidate:
     """Return the candidate of a given name, or raise AnatomyError, which suggests those that are residual blocks."""
     found = [c for c in candidates if c.name == stack]
     if not found:
-        others = _listed(candidates, are_blocks)
+        others = _listed(candidates, lack)
         raise AnatomyError(
             f"There is no stack '{stack}' whose modules ran; "
             + (f"expected one of {others}." if others else "no module of this model is a residual block by itself.")
@@ -225,17 +225,22 @@ def choose_by_name(candidates: Sequence[Candidate], stack: str, are_blocks: AreB
             f"The blocks of '{stack}' do not keep the shape of the residual stream: found {found[0]}; "
             "pass to wb.profile(..., stack=) the path of one stage of constant width."
         )
+    if reason := lack(found[0]):
+        raise AnatomyError(
+            f"The modules of '{stack}' are not residual blocks: {reason}; choose a container of complete blocks, or "
+            "another model."
+        )
     return found[0]
 
 
-def _listed(candidates: Sequence[Candidate], are_blocks: AreBlocks) -> str:
+def _listed(candidates: Sequence[Candidate], lack: Lack) -> str:
     """Return a list of the longest candidates for a message; each can be passed as ``stack=``."""
     ranked = sorted((c for c in candidates if c.shape and len(c.calls) > 1), key=lambda c: -len(c.calls))
-    fitting = (c for c in ranked[:_MAX_TRIED] if are_blocks(c))
+    fitting = (c for c in ranked[:_MAX_TRIED] if not lack(c))
     return ", ".join(map(str, islice(fitting, _MAX_LISTED)))
 
 
-def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBlocks) -> Candidate:
+def choose(model: nn.Module, plausible: Sequence[Candidate], lack: Lack) -> Candidate:
     """Return the candidate that is the model's residual stream, or raise AnatomyError if that is not certain."""
     counts = block_counts(model)
     if not plausible:
@@ -246,7 +251,7 @@ def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBloc
             + "; if a single module is the block, pass its container to wb.profile(..., stack=)."
         )
     if counts:
-        return _choose_by_count(model, plausible, counts, are_blocks)
+        return _choose_by_count(model, plausible, counts, lack)
     remaining = list(plausible)  # stacks that are no part of another's blocks
     for outer in plausible:
         for inner in plausible:
@@ -254,13 +259,13 @@ def choose(model: nn.Module, plausible: Sequence[Candidate], are_blocks: AreBloc
                 loser = outer if _is_made_of(outer, inner) else inner
                 remaining = [c for c in remaining if c is not loser]
     chosen = max(remaining or plausible, key=lambda c: (len(c.calls), c.calls[-1].end))
-    _require_complete(chosen, plausible, are_blocks)
+    _require_complete(chosen, plausible, lack)
     _require_coverage(model, chosen, plausible)
     return chosen
 
 
 def _choose_by_count(
-    model: nn.Module, plausible: Sequence[Candidate], counts: Sequence[BlockCount], are_blocks: AreBlocks
+    model: nn.Module, plausible: Sequence[Candidate], counts: Sequence[BlockCount], lack: Lack
 ) -> Candidate:
     """Return the complete stack of the length that the config states: the outermost, and of several the last to run."""
     for position, count in enumerate(counts):
@@ -275,9 +280,9 @@ def _choose_by_count(
             break
     incomplete = [c for c in plausible if not c.is_complete and len(c.calls) == counts[0].n_blocks]
     if incomplete:
-        _require_complete(incomplete[0], plausible, are_blocks)
+        _require_complete(incomplete[0], plausible, lack)
     found = ", ".join(map(str, sorted(plausible, key=lambda c: -len(c.calls))[:_MAX_LISTED]))
-    readable = _listed(plausible, are_blocks)
+    readable = _listed(plausible, lack)
     raise AnatomyError(
         f"The config of {type(model).__name__} states {counts[0]}, but the stacks found are {found}; "
         + (f"pass to wb.profile(..., stack=) one of {readable}." if readable else "none of them can be read.")
@@ -298,7 +303,7 @@ def _is_made_of(outer: Candidate, inner: Candidate) -> bool:
     return inner.is_complete and len(kinds) == 1
 
 
-def _require_complete(chosen: Candidate, plausible: Sequence[Candidate], are_blocks: AreBlocks) -> None:
+def _require_complete(chosen: Candidate, plausible: Sequence[Candidate], lack: Lack) -> None:
     """Raise AnatomyError if a stack is not one residual stream through all its calls."""
     if chosen.is_complete:
         return
@@ -307,7 +312,7 @@ def _require_complete(chosen: Candidate, plausible: Sequence[Candidate], are_blo
     else:
         broken = [b.name for a, b in pairwise(chosen.calls) if not links_between(a, b, chosen.shape)]
         reason = f"the state that enters {broken[0]} is not the one that the previous block returned"
-    others = _listed([c for c in plausible if c is not chosen], are_blocks)
+    others = _listed([c for c in plausible if c is not chosen], lack)
     expected = f"one of {others}" if others else "a container of complete blocks"
     raise AnatomyError(
         f"The longest stack, {chosen}, is not one residual stream: {reason}; pass to wb.profile(..., stack=) "
@@ -359,30 +364,29 @@ def stream_axis_of(name: str, shape: tuple[int, ...], inputs: Any, stream: int) 
 
 def _token_shape(inputs: Any) -> tuple[int, ...] | None:
     """Return the shape of the token ids among the inputs; None if there are none."""
-    ids = (v for v in values_of(inputs) if isinstance(v, Tensor) and v.ndim == 2 and not v.is_floating_point())
+    ids = (v for _, v in tensors_of(inputs) if v.ndim == 2 and not v.is_floating_point())
     return next((tuple(v.shape) for v in ids), None)
 
 
-def require_one_stream(chosen: Candidate, inputs: Any, record: Callable[[], Sequence[Call]]) -> int:
-    """Return the feature axis of a stack that carries one residual stream, or raise AnatomyError."""
+def require_one_stream(chosen: Candidate) -> None:
+    """Raise AnatomyError if a stack carries several residual streams."""
     if len(streams := chosen.streams) > 1:
         raise AnatomyError(
             f"The stack {chosen.name} carries {len(streams)} parallel residual streams, of shapes "
             f"{' and '.join(map(str, streams))}, expected one; choose another model, or another stack by "
             "wb.profile(..., stack=)."
         )
-    return feature_axis_of(chosen.name, chosen.shape, [call.module for call in chosen.calls], inputs, record)
 
 
 def feature_axis_of(
-    name: str, shape: tuple[int, ...], modules: Sequence[nn.Module], inputs: Any, record: Callable[[], Sequence[Call]]
+    model: nn.Module, inputs: Any, name: str, shape: tuple[int, ...], modules: Sequence[nn.Module]
 ) -> int:
     """Return the axis of states that counts features: -1, or 1 for images.
 
     The size of that axis is a dimension of the modules' parameters. Where this holds for both axes, the layers inside
-    that receive the state decide: a linear map takes features last, a convolution second. Only then ``record`` runs the
-    model and returns the calls of all its modules. AnatomyError is raised if the axis is neither of the two, it cannot
-    be determined, or a state is more than one vector per token.
+    that receive the state decide, for which the model runs once more: a linear map takes features last, a convolution
+    second. AnatomyError is raised if the axis is neither of the two, it cannot be determined, or a state is more than
+    one vector per token.
     """
     tokens = _token_shape(inputs)
     if tokens is not None and len(shape) > 3:
@@ -397,7 +401,7 @@ def feature_axis_of(
     parts = {part for module in modules for part in module.modules()}
     may_be_second = (len(shape) == 4 and shape[1] in widths) or any(_axis_taken_by(p, shape) == 1 for p in parts)
     if not widths or shape[-1] in widths:
-        axis = _axis_by_layers(shape, modules, record()) if may_be_second else -1
+        axis = _axis_by_layers(shape, modules, record_calls(model, inputs, everything=True)) if may_be_second else -1
         if axis == -1 or (axis is None and len(shape) == 3):
             return -1
         if axis is None:

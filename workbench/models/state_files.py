@@ -29,20 +29,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """One tensor of a checkpoint, not yet in memory.
+    """One tensor of a checkpoint, not yet in memory."""
 
-    Attributes:
-        shape: Shape of the tensor.
-        dtype: Type of its elements as returned by `read`.
-        read: Function that reads it: a view of the file where the format allows that, else a copy.
-        n_bytes: Size in the file, in bytes.
-        is_view: Whether `read` returns a view without memory of its own: of the file, or of a tensor in memory.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-    n_bytes: int
+    shape: tuple[int, ...]  # shape of the tensor
+    dtype: torch.dtype  # type of its elements as returned by `read`
+    read: Callable[[], Tensor]  # function that reads it: a view of the file where the format allows that, else a copy
+    n_bytes: int  # size in the file, in bytes
+    #: Whether `read` returns a view without memory of its own: of the file, or of a tensor in memory.
     is_view: bool = False
 
     @property

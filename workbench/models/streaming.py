@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -30,34 +30,20 @@ _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDic
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-class WeightSource(Protocol):
-    """Source of a model's weights by their names in the model."""
-
-    def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Read weights in the number format of the model."""
-
-    def is_view(self, name: str) -> bool:
-        """Return whether a weight is a view of its file on the CPU, which needs no memory."""
-
-
 class StreamedWeights:
     """Weights of a model on the meta device, read from disk part by part while the model runs.
 
     A part is a block (a member of a repeated container, including its submodules) or the weights of one other module.
     Hooks fill a part before it runs and return it to the meta device afterwards, so that only the parts that are
     running are in memory. On the CPU, weights that need no conversion are views of the file; outside of blocks such
-    views are permanent.
-
-    Attributes:
-        device: Device on which the model runs.
-        identity: Text that changes when the files do.
-        n_reads: Number of times that each part was read, by name.
+    views are permanent. ``identity`` is a text that changes when the files do; ``n_reads`` counts how often each part
+    was read, by name.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        source: WeightSource,
+        source: _Renamed | _Converter,
         n_bytes: Mapping[str, int],
         *,
         identity: str,
@@ -286,15 +272,10 @@ def _own_tensors(module: nn.Module) -> list[Key]:
 
 @dataclass(frozen=True)
 class StreamingChoice:
-    """Choice of whether the weights of a checkpoint stay on disk, and on which device the model runs.
+    """Choice of whether the weights of a checkpoint stay on disk, and on which device the model runs."""
 
-    Attributes:
-        streaming: True, False, or "auto" to stream weights that need more than half of the free memory.
-        device: Device on which the model runs; None to leave it where it is.
-    """
-
-    streaming: bool | str
-    device: torch.device | None
+    streaming: bool | str  # True, False, or "auto" to stream weights that need more than half of the free memory
+    device: torch.device | None  # device on which the model runs; None to leave it where it is
 
     @classmethod
     def of(cls, streaming: bool | str, device: torch.device | str | None) -> StreamingChoice:
@@ -311,13 +292,10 @@ class StreamingChoice:
         return cls(streaming, place)
 
     def is_streamed(self, n_bytes: int, *, why_not: str = "", is_strict: bool = True) -> bool:
-        """Return whether weights of a given size stay on disk, or raise CheckpointError if they should but cannot.
+        """Return whether weights of a size in bytes stay on disk, or raise CheckpointError if they should but cannot.
 
-        Args:
-            n_bytes: Size of the weights in bytes.
-            why_not: Why they cannot stay on disk, as a clause; empty if they can.
-            is_strict: Whether weights that do not fit raise an exception; otherwise missing ones are initialized in
-                memory.
+        ``why_not`` is a clause that says why they cannot. Weights that do not fit cannot either, unless that is an
+        error.
         """
         why_not = why_not or ("" if is_strict else "with strict=False, missing weights are initialized in memory")
         if self.streaming is True and why_not:
@@ -387,7 +365,9 @@ class _Renamed:
         return tensor is not None and tensor.is_view and tensor.dtype == self.dtypes[name]
 
 
-def _streamed(model: nn.Module, source: WeightSource, path: Path, device: torch.device | str) -> StreamedWeights:
+def _streamed(
+    model: nn.Module, source: _Renamed | _Converter, path: Path, device: torch.device | str
+) -> StreamedWeights:
     tensors: dict[str, Any] = dict(_named_tensors(model))
     n_bytes = {n: tensors[n].numel() * tensors[n].element_size() for n in set(weight_names(model).values())}
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]

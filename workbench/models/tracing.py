@@ -163,7 +163,28 @@ def trace_blocks(
     return [findings[layer] for layer in sorted(findings)]
 
 
-_CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "double", "contiguous", "type_as", "clone"})
+#: Functions whose result may be a copy of a parameter.
+CASTS = frozenset({"to", "type", "float", "half", "bfloat16", "double", "contiguous", "type_as", "clone"})
+
+
+class Arguments:
+    """Arguments of one call of a torch function."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+
+    def get(self, position: int, name: str, default: Any = None) -> Any:
+        """Return an argument by its position or its name."""
+        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
+
+    def packed(self) -> tuple[dict[str, Any], Any, Any]:
+        """Return the arguments of PyTorch's multi-head attention by name, and its query and key weights."""
+        bound = inspect.signature(functional.multi_head_attention_forward).bind(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if given["use_separate_proj_weight"]:
+            return given, given["q_proj_weight"], given["k_proj_weight"]
+        return given, *given["in_proj_weight"].chunk(3)[:2]
 
 
 class _Recorder(TorchFunctionMode):
@@ -288,33 +309,31 @@ class _Recorder(TorchFunctionMode):
             self._note(name, result)
 
 
-class _Before:
+class _Before(Arguments):
     """Arguments of one call of a torch function, recorded before its result is known."""
 
     def __init__(self, recorder: _Recorder, trace: BlockTrace, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.recorder, self.trace, self.func, self.args, self.kwargs = recorder, trace, func, args, kwargs
+        super().__init__(args, kwargs)
+        self.recorder, self.trace = recorder, trace
         self.name = getattr(func, "__name__", "").strip("_")
 
     def record(self, result: Any) -> None:
         handler = getattr(self, f"_on_{self.name}", None)
         if handler is not None:
             handler(result)
-        elif self.name in _CASTS and self.args:
+        elif self.name in CASTS and self.args:
             self.recorder.note_copy(self.args[0], result)
 
-    def _get(self, position: int, name: str, default: Any = None) -> Any:
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
-
     def _on_linear(self, result: Tensor) -> None:
-        weight, bias = self._get(1, "weight"), self._get(2, "bias")
-        self._project(self._get(0, "input"), self.recorder.slice(weight), bias, result)
+        weight, bias = self.get(1, "weight"), self.get(2, "bias")
+        self._project(self.get(0, "input"), self.recorder.slice(weight), bias, result)
 
     def _on_addmm(self, result: Tensor) -> None:
-        bias, into, weight = self._get(0, "input"), self._get(1, "mat1"), self._get(2, "mat2")
+        bias, into, weight = self.get(0, "input"), self.get(1, "mat1"), self.get(2, "mat2")
         self._project(into, self.recorder.slice(weight, outputs_last=True), bias, result)
 
     def _on_matmul(self, result: Tensor) -> None:
-        a, b = self._get(0, "input"), self._get(1, "other", self.kwargs.get("mat2"))
+        a, b = self.get(0, "input"), self.get(1, "other", self.kwargs.get("mat2"))
         weight = self.recorder.slice(b, outputs_last=True)
         if weight is not None:
             self._project(a, weight, None, result)
@@ -324,10 +343,10 @@ class _Before:
     _on_bmm = _on_mm = _on_matmul
 
     def _on_baddbmm(self, result: Tensor) -> None:
-        self._score(self._get(1, "batch1"), self._get(2, "batch2").transpose(-1, -2))
+        self._score(self.get(1, "batch1"), self.get(2, "batch2").transpose(-1, -2))
 
     def _on_einsum(self, result: Tensor) -> None:
-        operands = self.args[1:] if len(self.args) == 3 else self._get(1, "operands", ())
+        operands = self.args[1:] if len(self.args) == 3 else self.get(1, "operands", ())
         equation = self.args[0]
         if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) != 2:
             return
@@ -346,41 +365,35 @@ class _Before:
         self._score(*views)
 
     def _on_scaled_dot_product_attention(self, result: Tensor) -> None:
-        self._score(self._get(0, "query"), self._get(1, "key"))
+        self._score(self.get(0, "query"), self.get(1, "key"))
 
     def _on_multi_head_attention_forward(self, result: Any) -> None:
-        bound = inspect.signature(functional.multi_head_attention_forward).bind(*self.args, **self.kwargs).arguments
-        slice_of = self.recorder.slice
-        query, width = bound["query"], bound["embed_dim_to_check"]
-        if bound.get("use_separate_proj_weight", False):
-            weights = [slice_of(bound.get("q_proj_weight")), slice_of(bound.get("k_proj_weight"))]
-        else:
-            weights = [slice_of(part) for part in bound["in_proj_weight"].chunk(3)[:2]]
-        bias = bound["in_proj_bias"]
-        biases = [slice_of(part) for part in bias[: 2 * width].chunk(2)] if bias is not None else [None, None]
-        packed = PackedAttention(query, bound["key"], bound["num_heads"], *weights, *biases)
-        self.trace.attentions.append(packed)
+        given, *weights = self.packed()
+        bias, width = given["in_proj_bias"], given["embed_dim_to_check"]
+        biases = [None, None] if bias is None else bias[: 2 * width].chunk(2)
+        slices = [self.recorder.slice(part) for part in (*weights, *biases)]
+        self.trace.attentions.append(PackedAttention(given["query"], given["key"], given["num_heads"], *slices))
 
     def _on_rms_norm(self, result: Tensor) -> None:
-        self._normalize(self._get(2, "weight"), None, result)
+        self._normalize(self.get(2, "weight"), None, result)
 
     def _on_layer_norm(self, result: Tensor) -> None:
-        self._normalize(self._get(2, "weight"), self._get(3, "bias"), result)
+        self._normalize(self.get(2, "weight"), self.get(3, "bias"), result)
 
     def _on_topk(self, result: Any) -> None:
-        scores, dim = self._get(0, "input"), self._get(2, "dim", -1)
+        scores, dim = self.get(0, "input"), self.get(2, "dim", -1)
         if isinstance(scores, Tensor) and dim in (-1, scores.ndim - 1):
-            self.trace.selections.append(TopChoice(_keep(scores), int(self._get(1, "k")), True))
+            self.trace.selections.append(TopChoice(_keep(scores), int(self.get(1, "k")), True))
 
     def _on_argmax(self, result: Any) -> None:
-        scores, dim = self._get(0, "input"), self._get(1, "dim")
+        scores, dim = self.get(0, "input"), self.get(1, "dim")
         if isinstance(scores, Tensor) and isinstance(dim, int) and dim in (-1, scores.ndim - 1):
             self.trace.selections.append(TopChoice(_keep(scores), 1, False))
 
     _on_max = _on_argmax
 
     def _normalize(self, gain: Any, bias: Any, result: Tensor) -> None:
-        self.trace.norms.append(self.recorder.norm(self._get(0, "input"), result, gain, bias))
+        self.trace.norms.append(self.recorder.norm(self.get(0, "input"), result, gain, bias))
 
     def _project(self, into: Tensor, weight: ParameterSlice | None, bias: Any, result: Tensor) -> None:
         bias = bias if isinstance(bias, Tensor) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,28 +13,20 @@ from torch.overrides import TorchFunctionMode
 
 from workbench.models.probing import storage_pointer
 from workbench.models.router_weights import Router
+from workbench.models.tracing import CASTS, Arguments
 from workbench.monitors.attention_health import AttentionHealth, measure_attention, measure_logits
 
 
 @dataclass(frozen=True)
 class Products:
-    """Self-attention of a block's tokens, given by arguments of `scaled_dot_product_attention`.
+    """Self-attention of a block's tokens, given by arguments of `scaled_dot_product_attention`."""
 
-    Attributes:
-        q: Queries, shape (batch, query head, token, head_dim).
-        k: Keys, shape (batch, key head, token, head_dim).
-        rows: Mask of the querying tokens to include, shape (batch, token); None for all.
-        scale: Scale, as in that function.
-        is_causal: Whether attention is causal, as in that function.
-        mask: Mask, as in that function; broadcast to (batch, head, token, token).
-    """
-
-    q: Tensor
-    k: Tensor
-    rows: Tensor | None
-    scale: float | None = None
-    is_causal: bool = False
-    mask: Tensor | None = None
+    q: Tensor  # queries, shape (batch, query head, token, head_dim)
+    k: Tensor  # keys, shape (batch, key head, token, head_dim)
+    rows: Tensor | None  # mask of the querying tokens to include, shape (batch, token); None for all
+    scale: float | None = None  # scale, as in that function
+    is_causal: bool = False  # whether attention is causal, as in that function
+    mask: Tensor | None = None  # mask, as in that function; broadcast to (batch, head, token, token)
 
     def health(self) -> AttentionHealth:
         """Measure the attention, see `measure_attention`."""
@@ -46,15 +37,10 @@ class Products:
 
 @dataclass(frozen=True)
 class Logits:
-    """Self-attention of a block's tokens, given by the input of its softmax.
+    """Self-attention of a block's tokens, given by the input of its softmax."""
 
-    Attributes:
-        logits: Shape (batch, head, token, token), or with a sink as last column.
-        rows: Mask of the querying tokens to include, shape (batch, token); None for all.
-    """
-
-    logits: Tensor
-    rows: Tensor | None
+    logits: Tensor  # shape (batch, head, token, token), or with a sink as last column
+    rows: Tensor | None  # mask of the querying tokens to include, shape (batch, token); None for all
 
     def health(self) -> AttentionHealth:
         """Measure the attention, see `measure_logits`."""
@@ -63,34 +49,34 @@ class Logits:
 
 @dataclass
 class BlockNotes:
-    """Measurements of one call of a block.
+    """Measurements of one call of a block."""
 
-    Attributes:
-        leading: Shape of the residual stream without its features, such as (batch, token).
-        rows: Boolean mask of the tokens to include, of that shape; None for all.
-        measures_attention: Whether to measure the attention.
-        router: Router of the block; None if there is none or it is not measured.
-        router_weight: The parameter that contains the router's weight.
-        attention: First self-attention of the block's tokens; None if not seen.
-        logits: Logits of the router, shape (token, expert); None if not seen.
-        choices: Experts chosen by the router, shape (token, k); None if not seen.
-        batch_axis: Axis of ``leading`` that counts sequences.
-    """
-
-    leading: torch.Size
-    rows: Tensor | None
-    measures_attention: bool = True
-    router: Router | None = None
-    router_weight: Tensor | None = None
-    attention: AttentionHealth | None = None
-    logits: Tensor | None = None
-    choices: Tensor | None = None
-    batch_axis: int = 0
+    leading: torch.Size  # shape of the residual stream without its features, such as (batch, token)
+    rows: Tensor | None  # boolean mask of the tokens to include, of that shape; None for all
+    measures_attention: bool = True  # whether to measure the attention
+    router: Router | None = None  # router of the block; None if there is none or it is not measured
+    router_weight: Tensor | None = None  # the parameter that contains the router's weight
+    attention: AttentionHealth | None = None  # first self-attention of the block's tokens; None if not seen
+    logits: Tensor | None = None  # logits of the router, shape (token, expert); None if not seen
+    choices: Tensor | None = None  # experts chosen by the router, shape (token, k); None if not seen
+    batch_axis: int = 0  # axis of ``leading`` that counts sequences
 
     @property
     def n_tokens(self) -> int:
         """Number of tokens of the batch."""
         return self.leading.numel()
+
+    def routing(self, router: Router) -> tuple[Tensor, Tensor | None]:
+        """Return logits and choices of the tokens to include; choices are None where they were not seen."""
+        assert self.logits is not None
+        logits, choices = self.logits, self.choices
+        if choices is None and not router.is_corrected:
+            choices = logits.topk(router.top_k, dim=-1).indices
+        if self.rows is not None and len(logits) == self.n_tokens:
+            counts = self.rows.flatten().to(logits.device)
+            logits = logits[counts]
+            choices = choices[counts] if choices is not None and len(choices) == len(counts) else choices
+        return logits, choices
 
     def rows_as(self, n_rows: int, n_tokens: int) -> Tensor | None:
         """Return the mask of the tokens to include, shape (batch, token), also for a token-first stream.
@@ -104,11 +90,7 @@ class BlockNotes:
 
 
 class BlockCalls(TorchFunctionMode):
-    """Function mode that records attention and routing of the running block in `block`.
-
-    Attributes:
-        block: Measurements of the block that is running; None between blocks.
-    """
+    """Function mode that records attention and routing of the running `block` (None between blocks)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,14 +103,14 @@ class BlockCalls(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self.block is not None and (note := _NOTES.get(getattr(func, "__name__", "").strip("_"))):
             with torch.no_grad():  # unlike the call itself, the measurement needs no graph
-                note(self, self.block, _Arguments(args, kwargs), result)
+                note(self, self.block, Arguments(args, kwargs), result)
         return result
 
     def measure(self, block: BlockNotes, call: Products | Logits) -> None:
         """Measure and store the attention of a block."""
         block.attention = call.health()
 
-    def on_fused_attention(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+    def on_fused_attention(self, block: BlockNotes, given: Arguments, result: Any) -> None:
         """Handle a call of `scaled_dot_product_attention`."""
         del result
         if not block.measures_attention or block.attention is not None:
@@ -150,7 +132,7 @@ class BlockCalls(TorchFunctionMode):
         )
         self.measure(block, call)
 
-    def on_softmax(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+    def on_softmax(self, block: BlockNotes, given: Arguments, result: Any) -> None:
         """Handle a softmax over as many columns as tokens, or one more for a sink, which counts as a token."""
         del result
         logits, dim = given.get(0, "input"), given.get(1, "dim")
@@ -170,22 +152,16 @@ class BlockCalls(TorchFunctionMode):
             logits = logits.reshape(n_rows, -1, *logits.shape[-2:])
             self.measure(block, Logits(logits, block.rows_as(n_rows, n_tokens)))
 
-    def on_packed_attention(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+    def on_packed_attention(self, block: BlockNotes, given: Arguments, result: Any) -> None:
         """Handle the call behind `torch.nn.MultiheadAttention`, whose inner calls are not visible."""
         del result
         if not block.measures_attention or block.attention is not None:
             return
-        bound = inspect.signature(functional.multi_head_attention_forward).bind(*given.args, **given.kwargs)
-        bound.apply_defaults()
-        packed = bound.arguments
+        packed, *weights = given.packed()
         query, key = packed["query"], packed["key"]
         has_extras = packed["bias_k"] is not None or packed["add_zero_attn"] or packed["static_k"] is not None
         if has_extras or query.shape != key.shape or query.ndim != 3:
             return
-        if packed["use_separate_proj_weight"]:
-            weights = packed["q_proj_weight"], packed["k_proj_weight"]
-        else:
-            weights = packed["in_proj_weight"].chunk(3)[:2]
         bias = packed["in_proj_bias"]
         biases = bias.chunk(3)[:2] if bias is not None else (None, None)
         q, k = (  # (token, batch, feature) -> (batch, head, token, head_dim)
@@ -196,14 +172,14 @@ class BlockCalls(TorchFunctionMode):
         mask = _packed_mask(packed["attn_mask"], packed["key_padding_mask"], n_rows)
         self.measure(block, Products(q, k, block.rows_as(n_rows, n_tokens), mask=mask))
 
-    def on_projection(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+    def on_projection(self, block: BlockNotes, given: Arguments, result: Any) -> None:
         """Handle a linear map, and store its output if it is the router's."""
         if block.router is None or not isinstance(result, Tensor) or result.shape[-1:] != (block.router.n_experts,):
             return
-        if any(self._is_router_weight(block, operand) for operand in given.values()):
+        if any(self._is_router_weight(block, operand) for operand in (*given.args, *given.kwargs.values())):
             block.logits = result.detach().reshape(-1, block.router.n_experts).clone()
 
-    def on_choice(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+    def on_choice(self, block: BlockNotes, given: Arguments, result: Any) -> None:
         """Handle a maximum or top-k, and store the choices if it selects the router's experts; the last one counts."""
         scores = given.get(0, "input")
         if block.measures_attention and block.attention is None and isinstance(scores, Tensor) and scores.ndim == 4:
@@ -220,7 +196,7 @@ class BlockCalls(TorchFunctionMode):
         if is_of_experts and chosen.numel() * router.n_experts == scores.numel() * router.top_k:
             block.choices = chosen.detach().reshape(-1, router.top_k).clone()
 
-    def on_cast(self, block: BlockNotes, given: _Arguments, result: Any) -> None:
+    def on_cast(self, block: BlockNotes, given: Arguments, result: Any) -> None:
         """Handle a cast, and store the result if it is a copy of the router's weight."""
         if block.router is not None and isinstance(result, Tensor) and self._is_router_weight(block, given.args[0]):
             self._casts.append(result)
@@ -232,27 +208,13 @@ class BlockCalls(TorchFunctionMode):
         return any(pointer == storage_pointer(weight) for weight in (block.router_weight, *self._casts))
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    args: tuple
-    kwargs: dict[str, Any]
-
-    def get(self, position: int, name: str, default: Any = None) -> Any:
-        return self.args[position] if position < len(self.args) else self.kwargs.get(name, default)
-
-    def values(self) -> tuple:
-        return (*self.args, *self.kwargs.values())
-
-
-_NOTES: dict[str, Callable[[BlockCalls, BlockNotes, _Arguments, Any], None]] = {
+_NOTES: dict[str, Callable[[BlockCalls, BlockNotes, Arguments, Any], None]] = {
     "scaled_dot_product_attention": BlockCalls.on_fused_attention,
     "softmax": BlockCalls.on_softmax,
     "multi_head_attention_forward": BlockCalls.on_packed_attention,
     **dict.fromkeys(("linear", "matmul", "mm", "addmm"), BlockCalls.on_projection),
     **dict.fromkeys(("topk", "argmax", "max"), BlockCalls.on_choice),
-    **dict.fromkeys(
-        ("to", "type", "float", "half", "bfloat16", "double", "contiguous", "type_as", "clone"), BlockCalls.on_cast
-    ),
+    **dict.fromkeys(CASTS, BlockCalls.on_cast),
 }
 
 

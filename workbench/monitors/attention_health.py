@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import OptionError
-from workbench.monitors.matrices import singular_values, upper_factor, widened, without_rounding
+from workbench.monitors.matrices import at_least_float32, singular_values, upper_factor, widened, without_rounding
 
 #: Number of scores to hold at a time: on the host as many as fit its caches, elsewhere enough to occupy the device.
 _SCORES_ON_HOST, _SCORES_ON_DEVICE = 2**17, 2**23
@@ -114,27 +114,16 @@ def measure_attention(
     mask: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> AttentionHealth:
-    """Measure logits and entropy of the attention softmax(scale q k' + mask).
+    """Measure logits and entropy of the attention softmax(scale q k' + mask), one number per query head.
 
-    Attention is defined as in `scaled_dot_product_attention`. It is computed in the precision of the queries, at least
-    float32, a few rows of scores at a time.
-
-    Args:
-        q: Queries, shape (batch, query head, token, head_dim), as they enter the scores.
-        k: Keys, shape (batch, key head, token, head_dim); with fewer key than query heads, each serves several
-            consecutive query heads.
-        scale: Factor of the products; None for 1 / sqrt(head_dim).
-        is_causal: Whether a token attends only to itself and to earlier tokens.
-        mask: Boolean mask, True for visible tokens, or a number added to the scores; shape (batch, head, token, token)
-            or broadcast to it.
-        rows: Boolean mask of the querying tokens to include, shape (batch, token); None for all. Tokens that see no
-            token are never included.
-
-    Returns:
-        One number per query head, over all tokens of the batch; NaN if no token is included.
+    Attention is defined as in `scaled_dot_product_attention`: queries (batch, query head, token, head_dim) as they
+    enter the scores, keys (batch, key head, token, head_dim), each of which may serve several consecutive query heads,
+    and a boolean mask of visible tokens or a number added to the scores. ``rows`` is a mask of the querying tokens to
+    include, (batch, token); tokens that see no token are never included. It is computed in the precision of the
+    queries, at least float32, a few rows of scores at a time.
     """
     _check_groups(q.shape[-3], k.shape[-3])
-    q, k = _at_least_float32(q), _at_least_float32(k)
+    q, k = at_least_float32(q), at_least_float32(k)
     k = _spread(k, q.shape[-3] // k.shape[-3])
     (n_rows, n_heads, n_queries), n_keys = q.shape[:3], k.shape[-2]
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -158,19 +147,17 @@ def measure_attention(
 
 
 def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHealth:
-    """Measure attention from the input of its softmax, that is, from scores with the mask added.
+    """Measure attention from the input of its softmax, scores (batch, head, token, token) with the mask added.
 
-    Args:
-        logits: Shape (batch, head, token, token). Scores at the lowest value of the number format are masked. Since
-            masks of -1e4 are common too, tokens with such a score or a lower one do not count as visible in the largest
-            value of the entropy.
-        rows: As in `measure_attention`.
+    Scores at the lowest value of the number format are masked. Since masks of -1e4 are common too, tokens with such a
+    score or a lower one do not count as visible in the largest value of the entropy. ``rows`` as in
+    `measure_attention`.
     """
     lowest = torch.finfo(logits.dtype).min / 2
     n_rows, n_heads, n_queries, n_keys = logits.shape
     tally = _Tally(n_heads, logits.device)
     for row, part in _parts(n_rows, n_heads, n_queries, n_keys, logits.device):
-        here = _at_least_float32(logits[row, :, part])
+        here = at_least_float32(logits[row, :, part])
         n_choices = (~(here <= _CUSTOMARY_MASK)).sum(-1)
         tally.add(here, ~(here < lowest), None if rows is None else rows[row, None, part].to(here.device), n_choices)
     return tally.result()
@@ -187,14 +174,10 @@ class _Tally:
     def add(
         self, logits: Tensor, is_visible: Tensor | None, rows: Tensor | None, n_choices: Tensor | None = None
     ) -> None:
-        """Add some rows of scores.
+        """Add some rows of scores, (row, head, token, token).
 
-        Args:
-            logits: Shape (row, head, token, token).
-            is_visible: Mask of the visible tokens, broadcast to that shape; None for all.
-            rows: Mask of the querying tokens to include, shape (row, 1, token); None for all.
-            n_choices: Number of tokens that could be seen, shape (row, head, token); None for the number of visible
-                tokens.
+        ``is_visible`` is broadcast to them, ``rows`` is a mask (row, 1, token) of the querying tokens to include, and
+        ``n_choices`` is the number of tokens that could be seen if it is not that of the visible ones.
         """
         if is_visible is None:
             n_seen = torch.full_like(logits[..., 0], logits.shape[-1])
@@ -233,10 +216,6 @@ def _parts(
     for row in range(0, n_rows, rows_at_a_time):
         for start in range(0, n_queries, queries_at_a_time):
             yield slice(row, row + rows_at_a_time), slice(start, min(start + queries_at_a_time, n_queries))
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _added(logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

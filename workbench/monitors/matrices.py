@@ -145,16 +145,10 @@ def singular_values(matrix: Tensor) -> Tensor:
 def upper_factor(matrix: Tensor) -> Tensor:
     """Return an upper triangular R with R'R = M'M, that of the thin QR factorization up to the signs of its rows.
 
-    If M has more rows than columns, R is the Cholesky factor of the Gram matrix of the columns, each first scaled to
-    length 1. This is several times faster than Householder QR, with a relative error of about 1e-16 times the square of
-    the condition number. QR is used if the condition number may exceed 1,000.
-
-    Args:
-        matrix: M, shape (..., row, column).
-
-    Returns:
-        Shape (..., min(row, column), column); NaN for a matrix with entries that are not finite, or whose squares are
-        not.
+    If M, (..., row, column), has more rows than columns, R is the Cholesky factor of the Gram matrix of the columns,
+    each first scaled to length 1. This is several times faster than Householder QR, with a relative error of about
+    1e-16 times the square of the condition number. QR is used if the condition number may exceed 1,000. NaN for a
+    matrix with entries that are not finite, or whose squares are not.
     """
     matrix = widened(matrix)
     if matrix.shape[-2] <= matrix.shape[-1]:
@@ -179,10 +173,7 @@ def upper_factor(matrix: Tensor) -> Tensor:
 def without_rounding(s: Tensor, size: int, *, largest: Tensor | None = None) -> Tensor:
     """Set singular values within rounding to 0.
 
-    Args:
-        s: Singular values, shape (..., n).
-        size: Number of rows or columns of the matrix, whichever is larger.
-        largest: Size of the terms whose sum the matrix is, shape (...); None for the largest singular value.
+    ``size`` is the longer side of the matrix, ``largest`` the size of the terms whose sum the matrix is.
     """
     largest = s.amax(-1) if largest is None else largest
     floor = size * torch.finfo(s.dtype).eps * largest
@@ -192,6 +183,11 @@ def without_rounding(s: Tensor, size: int, *, largest: Tensor | None = None) -> 
 def widened(x: Tensor) -> Tensor:
     """Return the tensor in float64, or in float32 on a device without float64, such as Apple's."""
     return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return the tensor in float32, or in its own format if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scaled(s: Tensor) -> Tensor:

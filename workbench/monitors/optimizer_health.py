@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import OptionError
-from workbench.monitors.matrices import widened
+from workbench.monitors.matrices import at_least_float32, widened
 from workbench.option_checks import NonNegativeFloat, at_least, below, checked
 
 #: One tensor, or all tensors of a module.
@@ -66,7 +66,7 @@ def update_ratio(before: Tensors, after: Tensors) -> Tensor:
     """
     before, after = _same_shapes("before", before, "after", after)
     # The difference of neighboring numbers is exact in float32, in any precision of the parameters.
-    change = (_at_least_float32(b) - _at_least_float32(a) for a, b in zip(before, after, strict=True))
+    change = (at_least_float32(b) - at_least_float32(a) for a, b in zip(before, after, strict=True))
     return _norm(change) / _norm(before)
 
 
@@ -225,7 +225,3 @@ def _norm(tensors: Iterable[Tensor]) -> Tensor:
 
 def _count(tensors: list[Tensor]) -> int | float:
     return sum(t.numel() for t in tensors) or float("nan")
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

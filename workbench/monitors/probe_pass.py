@@ -310,13 +310,7 @@ class ModelProbe:
         if notes is None or notes.logits is None:
             self._note(f"The router of {router.site} was not called through {router.name}, so its logits are unknown.")
             return {}
-        logits, choices = notes.logits, notes.choices
-        if choices is None and not router.is_corrected:
-            choices = logits.topk(router.top_k, dim=-1).indices
-        if notes.rows is not None and len(logits) == notes.n_tokens:
-            counts = notes.rows.flatten().to(logits.device)
-            logits = logits[counts]
-            choices = choices[counts] if choices is not None and len(choices) == len(counts) else choices
+        logits, choices = notes.routing(router)
         values = {"routing_entropy": routing_entropy(logits), "routing_entropy_share": routing_entropy_share(logits)}
         if choices is None:
             self._note(f"The choices of the router of {router.site} cannot be observed, only its logits.")

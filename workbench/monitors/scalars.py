@@ -40,17 +40,7 @@ def log_z(logits: Tensor) -> Tensor:
 
 
 class SpikeScore:
-    """Incremental `spike_score` of a stream of values, with memory bounded by the window.
-
-    Args:
-        window: Number of latest values for mean and standard deviation.
-        n_sigma: Distance of a spike from the mean, in standard deviations.
-        n_least: Number of values required before one is evaluated.
-
-    Attributes:
-        n_spikes: Number of spikes so far.
-        n_evaluated: Number of values evaluated so far.
-    """
+    """Incremental `spike_score` of a stream of values, with memory bounded by the window."""
 
     @checked
     def __init__(self, *, window: PositiveInt = 1000, n_sigma: PositiveFloat = 7.0, n_least: PositiveInt = 100) -> None:

@@ -21,14 +21,11 @@ _N_COMPARED, _N_TOKENS, _N_CLASSES = 32, 64, 256
 
 
 class BatchProbe:
-    """Measures the contents of successive batches, without waiting for the device.
+    """Measures the contents of successive batches, without waiting for the device; remembers ``n_recent`` examples.
 
     Broken data loaders repeat examples, feed constants or lose labels. The loss shows this late, and repeated examples
     even as progress. Cost: one sort of the batch's tokens and of its labels, and a search among the hashes of recent
     examples. Two different examples have equal hashes with probability 2^-64.
-
-    Args:
-        n_recent: Number of recent examples to remember.
     """
 
     @checked
@@ -77,12 +74,7 @@ class BatchProbe:
         return found
 
     def of_labels(self, inputs: Any, labels: Tensor) -> dict[str, Tensor]:
-        """Measure the labels of one batch, as `take` does.
-
-        Args:
-            inputs: Inputs of the model.
-            labels: Labels, integers of any shape.
-        """
+        """Measure the labels of one batch, integers of any shape, as `take` does."""
         first, is_counted = _first(inputs), labels != IGNORED
         found = {"label_entropy": _entropy(labels, is_counted), "ignored_labels": 1 - is_counted.double().mean()}
         if first is not None and _are_ids(first) and first.ndim == 2 and labels.shape == first.shape:
@@ -140,16 +132,11 @@ def lookahead(inputs: Any, outputs: Any) -> Tensor | None:
     """Return how much outputs depend on tokens that follow, without another pass and without waiting for the device.
 
     If positions depend on no later ones, examples that begin with the same token have the same output there, whatever
-    follows. A missing causal mask, a norm over time and random numbers such as those of dropout make them differ.
-
-    Args:
-        inputs: Inputs of the model, as for `BatchProbe.take`; examples whose first token is masked are omitted.
-        outputs: Its outputs, shape (example, token, feature).
-
-    Returns:
-        Mean difference between the first outputs of such examples, over that between the first and the second output
-        of an example: 0 without lookahead, about 1 if outputs depend on their own token as little as on later ones.
-        NaN if no two examples begin alike and go on differently; None if inputs are not ids, or shapes differ.
+    follows. A missing causal mask, a norm over time and random numbers such as those of dropout make them differ. The
+    result is the mean difference between the first outputs (example, token, feature) of such examples, over that
+    between the first and the second output of an example: 0 without lookahead, about 1 if outputs depend on their own
+    token as little as on later ones. Examples whose first token is masked are omitted. NaN if no two examples begin
+    alike and go on differently; None if inputs are not ids, or shapes differ.
     """
     ids = _first(inputs)
     if ids is None or not _are_ids(ids) or ids.ndim != 2 or type(outputs) is not Tensor or outputs.ndim != 3:

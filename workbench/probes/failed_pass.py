@@ -177,9 +177,8 @@ class _Forward:
     def found(self, operation_in: Callable[[Call | None], BadOperation | None]) -> BadTensor:
         """Return the module, the input or the loss where the first bad value arises.
 
-        Args:
-            operation_in: Function from a call to its first bad operation, and from None to the first bad operation
-                outside of all calls.
+        ``operation_in`` maps a call to its first bad operation, and None to the first bad operation outside of all
+        calls.
         """
         unexplained: list[BadTensor] = []
         while (first := self._first()) is not None:
@@ -254,11 +253,7 @@ def _operation_in(model: nn.Module, loss_of: LossOf, around: Around, call: Call 
 
 
 def first_bad_gradient(loss: Tensor, calls: Calls, weights: Mapping[str, Tensor]) -> BadTensor | None:
-    """Run the backward pass of a loss and find the first node that causes a bad gradient of a parameter.
-
-    Returns:
-        The place; None if the gradients of all parameters are finite.
-    """
+    """Run the backward pass of a loss and find the first node with a bad gradient of a parameter, if any."""
     with torch.autocast(loss.device.type, enabled=False), backward_steps(loss) as steps:
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
     last = {leaf_key(w): readings_of(g) for w, g in zip(weights.values(), gradients, strict=True)}
@@ -441,18 +436,12 @@ def suspects(loss: Tensor, finite: Collection[Edge]) -> tuple[set[Edge], set[int
 
 @dataclass(eq=False)
 class Step:
-    """One step of the backward pass: the execution of a node of the graph.
+    """One step of the backward pass: the execution of a node of the graph."""
 
-    Attributes:
-        name: Name of the node, such as "MmBackward0".
-        key: Number of the node, in the order of creation.
-        given: Gradients that the node receives.
-        passed: Gradients that it passes on, each with the key of the node that receives it; see `leaf_key`.
-    """
-
-    name: str
-    key: int
-    given: list[Reading]
+    name: str  # name of the node, such as "MmBackward0"
+    key: int  # number of the node, in the order of creation
+    given: list[Reading]  # gradients that the node receives
+    #: Gradients that it passes on, each with the key of the node that receives it; see `leaf_key`.
     passed: list[tuple[int, Reading]]
 
     @property

@@ -236,20 +236,13 @@ _N_CANDIDATES = 64
 
 @dataclass(frozen=True)
 class Rounding:
-    """Bound of the rounding error by parameter: a part relative to the norms that were added, and one from underflow.
+    """Bound of the rounding error by parameter: relative to the norms that were added, and from underflow."""
 
-    Attributes:
-        size: Mean over ranks of the norms that were added, shape (parameter,), in units of the gradient.
-        relative: Norm of the rounding error over ``size``, in the same shape, unit 1.
-        underflow: Norm of the error of numbers too small for the format, in units of the gradient.
-        n_elements: Number of elements of each parameter.
-        factor: Practically certain bound of the root mean square over the projections of a parameter, over its norm.
-    """
-
-    size: np.ndarray
-    relative: np.ndarray
-    underflow: np.ndarray
-    n_elements: np.ndarray
+    size: np.ndarray  # mean over ranks of the norms that were added, shape (parameter,), in units of the gradient
+    relative: np.ndarray  # norm of the rounding error over ``size``, in the same shape, unit 1
+    underflow: np.ndarray  # norm of the error of numbers too small for the format, in units of the gradient
+    n_elements: np.ndarray  # number of elements of each parameter
+    #: Practically certain bound of the root mean square over the projections of a parameter, over its norm.
     factor: float
 
     @classmethod
@@ -273,21 +266,14 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Fit:
-    """One scale for many parameters; all arrays have the shape (parameter,).
+    """One scale for many parameters; all arrays have the shape (parameter,)."""
 
-    Attributes:
-        scale: The scale; NaN if no parameter determines one.
-        is_explained: Whether rounding explains the difference between expected gradients times the scale and those
-            received.
-        is_close: Whether they are also alike, so that a different gradient would have been detected.
-        is_parallel: Whether both conditions hold at the parameter's individual scale.
-        is_vague: Whether rounding explains the difference at the individual scale, but would explain almost any.
-    """
-
-    scale: float
+    scale: float  # the scale; NaN if no parameter determines one
+    #: Whether rounding explains the difference between expected gradients times the scale and those received.
     is_explained: np.ndarray
-    is_close: np.ndarray
-    is_parallel: np.ndarray
+    is_close: np.ndarray  # whether they are also alike, so that a different gradient would have been detected
+    is_parallel: np.ndarray  # whether both conditions hold at the parameter's individual scale
+    #: Whether rounding explains the difference at the individual scale, but would explain almost any.
     is_vague: np.ndarray
 
 
@@ -312,13 +298,9 @@ def fit_scale(
 ) -> Fit:
     """Find the scale with which most parameters agree.
 
-    Args:
-        expected: Projections of the expected gradients, shape (parameter, projection).
-        received: Projections of the received gradients, in the same shape.
-        rounding: Bound of the rounding error.
-        among: Boolean mask of the parameters to fit, shape (parameter,).
-        is_decisive: Boolean mask of the parameters of which at least one must agree with the scale, in the same shape;
-            the others would agree with other gradients too.
+    Expected and received gradients are projections, (parameter, projection). The masks, (parameter,), say which
+    parameters to fit, and of which at least one must agree with the scale; the others would agree with other gradients
+    too.
     """
 
     def left(scale: float | np.ndarray) -> np.ndarray:
@@ -355,10 +337,7 @@ def fit_scale(
 def distinguishes(expected: np.ndarray, usual: np.ndarray, rounding: Rounding) -> np.ndarray:
     """Return which parameters distinguish a hypothesis from the usual case, (parameter,): those not parallel in both.
 
-    Args:
-        expected: Projections under the hypothesis, shape (parameter, projection).
-        usual: Projections of the mean over ranks, in the same shape.
-        rounding: Bound of the rounding error.
+    Both are projections, (parameter, projection): under the hypothesis, and of the mean over ranks.
     """
     apart = rms(expected - own_scales(usual, expected)[:, None] * usual)
     is_independent = rounding.n_elements >= expected.shape[1]  # projections of fewer elements depend on each other
@@ -367,22 +346,15 @@ def distinguishes(expected: np.ndarray, usual: np.ndarray, rounding: Rounding) -
 
 @dataclass(frozen=True)
 class RankWeights:
-    """Weights of the ranks in the received gradients.
+    """Weights of the ranks in the received gradients."""
 
-    Attributes:
-        scale: The common scale to which the weights are relative, unit 1; NaN if there is none.
-        weights: Shape (rank,), unit 1; NaN if there is only one rank, with too few parameters, or if the rank has no
-            gradient.
-        errors: Standard errors, in the same shape.
-        explained_fraction: Fraction of the sum of squares of the received gradients that the weights explain, unit 1.
-        left: Residuals, shape (parameter, projection).
-    """
-
-    scale: float
+    scale: float  # the common scale to which the weights are relative, unit 1; NaN if there is none
+    #: Shape (rank,), unit 1; NaN if there is only one rank, with too few parameters, or if the rank has no gradient.
     weights: np.ndarray
-    errors: np.ndarray
+    errors: np.ndarray  # standard errors, in the same shape
+    #: Fraction of the sum of squares of the received gradients that the weights explain, unit 1.
     explained_fraction: float
-    left: np.ndarray
+    left: np.ndarray  # residuals, shape (parameter, projection)
 
     @property
     def are_counts(self) -> bool:
@@ -405,13 +377,8 @@ def fit_weights(
 
     The fit is of the difference from equal weights, so that ranks with parallel gradients keep equal weights.
     Parameters with fewer elements than projections are excluded, since their projections depend on each other.
-
-    Args:
-        local: Projections of each rank's gradients, shape (rank, parameter, projection).
-        received: Projections of the received gradients, shape (parameter, projection).
-        rounding: Bound of the rounding error.
-        among: Boolean mask of the parameters to fit, shape (parameter,).
-        scale: The common scale; if NaN, the median of the individual scales is used and the largest weight is 1.
+    ``local`` are the projections of each rank's gradients, (rank, parameter, projection). Without a common scale (NaN),
+    the median of the individual scales is used and the largest weight is 1.
     """
     n_ranks, n_projections, mean, nothing = len(local), local.shape[2], local.mean(0), np.full(len(local), np.nan)
     own = own_scales(mean, received)[among]

@@ -295,16 +295,10 @@ class GradientProjections:
 
 
 def project(gradient: Tensor, seed: int, *, start: int = 0, n_total: int | None = None) -> Tensor:
-    """Return projections of a tensor on random signs, and its Euclidean norm.
+    """Return projections of a tensor on random signs and, last, its Euclidean norm, (projection + 1,), float64.
 
-    Args:
-        gradient: Of any shape and floating-point or complex dtype; it may be a part of a larger, real tensor.
-        seed: Seed of the signs.
-        start: Number of elements before the part.
-        n_total: Number of elements of the full tensor; None if ``gradient`` is the full tensor.
-
-    Returns:
-        Shape (projection + 1,), the norm last, float64, on the tensor's device.
+    The tensor, of any shape and floating-point or complex dtype, may be a part of a larger, real one of ``n_total``
+    elements, with ``start`` elements before it. The result is on its device.
     """
     gradient = gradient.detach()
     gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient

@@ -26,30 +26,19 @@ Edge = tuple[int, int]
 
 @dataclass(eq=False)
 class Reading:
-    """Counts of the values of one tensor that are not finite; they stay on its device until `read` transfers them.
+    """Counts of the values of one tensor that are not finite; they stay on its device until `read` transfers them."""
 
-    Attributes:
-        numbers: Number of values that are not finite, number of NaN and of -inf among them, and largest finite |value|
-            or -1, shape (4,).
-        n_values: Number of values.
-        dtype: Number format.
-        needs_gradient: Whether a gradient flows to the tensor.
-        edge: Origin of the tensor in the graph; None for a leaf.
-        n_bad: Number of values that are not finite.
-        n_nan: Number of NaN among them.
-        n_lowest: Number of -inf among them.
-        largest: Largest finite |value|; NaN if there is none.
-    """
-
+    #: Number of values that are not finite, number of NaN and of -inf among them, and largest finite |value| or -1,
+    #: shape (4,).
     numbers: Tensor
-    n_values: int
-    dtype: torch.dtype
-    needs_gradient: bool
-    edge: Edge | None
-    n_bad: int = 0
-    n_nan: int = 0
-    n_lowest: int = 0
-    largest: float = math.nan
+    n_values: int  # number of values
+    dtype: torch.dtype  # number format
+    needs_gradient: bool  # whether a gradient flows to the tensor
+    edge: Edge | None  # origin of the tensor in the graph; None for a leaf
+    n_bad: int = 0  # number of values that are not finite
+    n_nan: int = 0  # number of NaN among them
+    n_lowest: int = 0  # number of -inf among them
+    largest: float = math.nan  # largest finite |value|; NaN if there is none
 
     @property
     def may_be_mask(self) -> bool:
@@ -128,25 +117,15 @@ def key_of(node: Any) -> int:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module in the forward pass.
+    """One call of a module in the forward pass."""
 
-    Attributes:
-        name: Path of the module.
-        number: Number of calls that began before it.
-        parent: Enclosing call; None if there is none.
-        begin: Number of nodes of the graph that were created before it.
-        inputs: Readings of its arguments.
-        outputs: Readings of its results.
-        end: Number of nodes that were created when it ended.
-    """
-
-    name: str
-    number: int
-    parent: Call | None
-    begin: int
-    inputs: list[Reading]
-    outputs: list[Reading] = field(default_factory=list)
-    end: int = -1
+    name: str  # path of the module
+    number: int  # number of calls that began before it
+    parent: Call | None  # enclosing call; None if there is none
+    begin: int  # number of nodes of the graph that were created before it
+    inputs: list[Reading]  # readings of its arguments
+    outputs: list[Reading] = field(default_factory=list)  # readings of its results
+    end: int = -1  # number of nodes that were created when it ended
 
 
 class Calls:

@@ -106,17 +106,10 @@ def known_answer_all_reduce(like: Tensor) -> KnownAnswer:
     each number of the second part all ranks contribute small integers. Every partial sum is an integer that the format
     represents exactly, so the sum is exact in any order of summation: the error bound is 0.
 
-    It tests the current sum of the default group, without communication hooks of DDP. Every rank must call it. Cost:
-    one all-reduce of 2,048 numbers (up to 512 ranks), and one small all-gather.
-
-    Args:
-        like: Tensor with the number format and device of the gradients.
-
-    Returns:
-        The result, the same on every rank; without contributions if there is only one process.
-
-    Raises:
-        OptionError: If the number format is not one of float16, bfloat16, float32 and float64.
+    It tests the current sum of the default group, without communication hooks of DDP, in the number format and on the
+    device of ``like``. Every rank must call it, and gets the same result; it is empty in a single process. Cost: one
+    all-reduce of 2,048 numbers (up to 512 ranks), and one small all-gather. OptionError is raised for formats other
+    than float16, bfloat16, float32 and float64.
     """
     name = str(like.dtype).removeprefix("torch.")
     if name not in _FORMATS:
@@ -134,16 +127,7 @@ def known_answer_all_reduce(like: Tensor) -> KnownAnswer:
 
 
 def contribution(rank: int, n_ranks: int, dtype: torch.dtype) -> Tensor:
-    """Return the numbers that a rank contributes.
-
-    Args:
-        rank: The rank.
-        n_ranks: Number of ranks.
-        dtype: Floating-point format.
-
-    Returns:
-        Shape (number,), on the host.
-    """
+    """Return the numbers that a rank contributes, shape (number,), on the host."""
     n_bits = round(1 - math.log2(torch.finfo(dtype).eps))
     place = torch.arange(max(_N_NUMBERS, 2 * n_ranks))
     spread = place * 2654435761 % 2 ** (n_bits - 2)  # Knuth's multiplicative hash: all bits of the numbers vary
@@ -154,15 +138,10 @@ def contribution(rank: int, n_ranks: int, dtype: torch.dtype) -> Tensor:
 
 
 def received(message: Tensor, n_ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compare a sum of contributions with the exact sum.
+    """Compare a sum of contributions, shape (number,), with the exact sum.
 
-    Args:
-        message: The sum that a rank received, shape (number,).
-        n_ranks: Number of ranks.
-
-    Returns:
-        For each rank, shape (rank,): the weight of its contribution, its largest relative error (infinite if it is not
-        finite), and the number of wrong numbers among those to which all ranks contribute, the same for all ranks.
+    Return for each rank, shape (rank,): the weight of its contribution, its largest relative error (infinite if it is
+    not finite), and the number of wrong numbers among those to which all ranks contribute, the same for all ranks.
     """
     sent = torch.stack([contribution(rank, n_ranks, message.dtype) for rank in range(n_ranks)]).double().numpy()
     found = message.detach().cpu().double().numpy()

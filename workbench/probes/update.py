@@ -21,14 +21,10 @@ if TYPE_CHECKING:
 
 
 class UpdateEffect(NamedTuple):
-    """Change of a loss by an update.
+    """Change of a loss by an update."""
 
-    Attributes:
-        change: Loss after the update minus loss before it, in nat for a cross entropy.
-        predicted: Inner product of the gradient before the update with the change of the parameters, in the same unit.
-    """
-
-    change: float
+    change: float  # loss after the update minus loss before it, in nat for a cross entropy
+    #: Inner product of the gradient before the update with the change of the parameters, in the same unit.
     predicted: float
 
 
@@ -45,18 +41,8 @@ def update_effect(
 
     Cost: two forward passes and one backward pass over the examples, in eval mode. Rounding: both losses have an error
     of about one unit in the last place of the loss, so that in float32 a change below 1e-6 of the loss is not
-    significant. Parameters, their ``.grad``, modes, hooks and random states are left unchanged.
-
-    Args:
-        model: Model after the update.
-        loss_of: Function from the model to its loss on fixed examples, a 0-dim tensor; called twice.
-        before: Parameters before the update by their names in the model; missing ones count as unchanged.
-
-    Returns:
-        Both changes; NaN if a loss or a gradient is not finite.
-
-    Raises:
-        OptionError: If a name or shape does not match the model, or the loss is not a 0-dim tensor with a graph.
+    significant. The model, after the update, is left unchanged. ``before`` are its parameters before it by name;
+    missing ones count as unchanged. Both changes are NaN if a loss or a gradient is not finite.
     """
     model = unwrap(model)
     now = {name: weight.detach() for name, weight in model.named_parameters()}

@@ -19,8 +19,9 @@ from workbench.errors import CheckpointError, OptionError
 from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.models.calling import bare
-from workbench.models.lazy_state import LazyTensor, lazy_state
+from workbench.models.lazy_state import lazy_state
 from workbench.models.parametrizations import is_parametrized
+from workbench.models.state_files import LazyTensor
 from workbench.models.subject import Subject
 from workbench.monitors.matrices import effective_rank, frobenius_norm, singular_values, stable_rank, without_rounding
 from workbench.option_checks import PositiveInt, checked
