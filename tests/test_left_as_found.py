@@ -337,9 +337,6 @@ CALLS = {
     "saving": Call(saved, ("save_checkpoint",)),
     "flow": Call(lambda of, _: wb.flow.measure(of.model, of.inputs, targets=of.targets, **FLOW), ("flow.measure",)),
     "flow without Jacobians or targets": Call(lambda of, _: wb.flow.measure(of.model, of.inputs, jacobian=False)),
-    "flow in double precision": Call(
-        lambda of, _: wb.flow.measure(of.model, of.inputs, jacobian=False, dtype=torch.float64), only=FEW
-    ),
     "a case": Call(
         lambda of, _: wb.sweeps.measure_case(of.model, of.batches, runs_pilot=of.name == "none", **CASE),
         ("sweeps.measure_case",),
