@@ -76,38 +76,6 @@ def test_with_a_head_of_zeros_gradients_are_those_of_a_random_direction():
     np.testing.assert_allclose(gradients[1:] / gradients[:-1], 1 / 1.5, rtol=1e-4)
 
 
-class Listed(nn.Module):
-    """A block that returns its state first in a list."""
-
-    def __init__(self):
-        super().__init__()
-        self.map = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = x[0] if isinstance(x, list) else x
-        return [self.map(x), None]
-
-
-def test_a_state_may_be_the_first_item_of_a_list():
-    layers = nn.ModuleList(Listed() for _ in range(3))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers, self.embed, self.head = layers, nn.Embedding(32, 8), nn.Linear(8, 32)
-
-        def forward(self, tokens):
-            x = self.embed(tokens)
-            for layer in self.layers:
-                x = layer(x)
-            return self.head(x[0])
-
-    inputs, targets = batch_of()
-    sizes, gradients = chain_sizes(Model(), inputs, targets=targets)
-    assert np.isfinite(sizes).all()
-    assert (gradients > 0).all()
-
-
 def test_outputs_that_bypass_later_blocks_are_rejected():
     inputs, targets = batch_of()
     with pytest.raises(AnatomyError, check=says("The outputs of some blocks bypass later ones, so that no")):

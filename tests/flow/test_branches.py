@@ -8,7 +8,6 @@ from torch import nn
 import workbench as wb
 from tests.models.model_families import BY_NAME, build, make_inputs
 from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
-from workbench.flow.branch_reader import short_names
 from workbench.flow.flow_measurement import measure
 
 WIDTH = 12
@@ -210,11 +209,3 @@ def test_families(family):
     for kind in ("signal", "gradient"):
         assert np.isfinite(flow[f"sublayer_{kind}_gain"]).all()
         np.testing.assert_allclose(flow[f"sublayer_{kind}_gain"].prod("sublayer"), flow[f"{kind}_gain"], rtol=1e-5)
-
-
-def test_short_names_are_distinct_and_name_no_container():
-    assert short_names(["attention.out", "mlp.out"]) == ["attention", "mlp"]
-    assert short_names(["layer.0.attn", "layer.1.mlp"]) == ["layer.0.attn", "layer.1.mlp"]
-    assert short_names(["a.b.c", "a.b.d"]) == ["a.b.c", "a.b.d"]
-    assert short_names(["", "mlp"]) == ["branch", "mlp"]
-    assert short_names(["mixer.out", "mixer.out"]) == ["mixer", "mixer"]

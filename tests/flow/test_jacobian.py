@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.flow.nets import deep_net
 from tests.models.model_families import BY_NAME, build, make_inputs
 from tests.zoo.zoo_models import TEXT, inputs_for, perturbed
 from workbench.flow.flow_measurement import measure
@@ -103,17 +102,6 @@ def test_clustered_singular_values_are_found_too():
     found = singular_values(Jacobian(lambda state: 3 * state.clone(), x), 4, exact_up_to=0)
     np.testing.assert_allclose(found.largest, 3.0, rtol=1e-10)
     assert found.mean == pytest.approx(3.0)
-
-
-def test_a_linear_net_has_the_singular_values_of_its_weights():
-    net = deep_net(24, 3, 1.2).double()
-    flow = measure(net, torch.randn(4, 24, dtype=torch.float64), n_singular=30)
-    weights = [layer.weight.detach() for layer in net]
-    expected = torch.stack([torch.linalg.svdvals(w) for w in weights]).numpy()
-    np.testing.assert_allclose(flow["block_singular_value"][:, :24], expected, rtol=1e-6)
-    assert np.isnan(flow["block_singular_value"][:, 24:]).all()  # more were requested than there are
-    product = torch.linalg.svdvals(weights[2] @ weights[1] @ weights[0])
-    np.testing.assert_allclose(flow["end_to_end_singular_value"][:24], product, rtol=1e-6)
 
 
 class Shortcut(nn.Module):

@@ -30,11 +30,6 @@ def test_bounds_are_inclusive_as_in_the_paper():
     assert found["contractive_mass"] == 1 / 5
 
 
-def test_no_modes_have_no_mass():
-    assert all(np.isnan(value) for value in mass_fractions(np.array([np.nan, np.nan])).values())
-    assert np.isnan(near_unit_mass(np.array([np.nan])))
-
-
 def test_near_unit_mass_takes_other_bounds():
     modulus = np.array([0.5, 0.95, 1.0, 1.2])
     assert near_unit_mass(modulus) == 0.5

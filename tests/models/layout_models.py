@@ -138,21 +138,6 @@ class ResidualOutside(nn.Module):
         return x
 
 
-class ScaledOutside(nn.Module):
-    """Complete blocks, with the stream scaled between them."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Residual() for _ in range(4))
-
-    def forward(self, tokens):
-        x = first = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(0.9 * x + 0.1 * first)
-        return x
-
-
 class EarlyExit(nn.Module):
     """Two of four blocks where the first token is below 32."""
 

@@ -6,7 +6,6 @@ from torch import nn
 
 from tests.about import says
 from workbench.errors import SnapshotError
-from workbench.models.anatomy import read_anatomy
 from workbench.models.block_calls import Site
 from workbench.models.block_hooks import BlockCall, BlockHooks, raise_on_unknown
 
@@ -89,16 +88,6 @@ def test_calls_of_shared_blocks_are_separate_layers(inputs):
         torch.testing.assert_close(left, entered, rtol=0, atol=0)
     torch.testing.assert_close(log.left[-1][1], out, rtol=0, atol=0)
     assert n_hooks(model) == 0
-
-
-def test_the_anatomy_of_a_shared_stack_has_the_same_layers(inputs):
-    model, log = Stack(order=(0, 1, 2, 0, 1, 2), n_blocks=3), Log()
-    anatomy = read_anatomy(model, inputs)
-    with BlockHooks(anatomy.sites, log.enter, log.leave) as hooks:
-        model(inputs)
-    assert log.layers[1] == list(range(len(anatomy.sites))) == list(range(6))
-    assert hooks.blocks == tuple(model.blocks)
-    assert hooks.parts == tuple(block.inner for block in model.blocks)
 
 
 def test_each_pass_counts_from_zero(inputs):

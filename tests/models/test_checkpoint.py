@@ -1,8 +1,13 @@
+"""Checkpoints that would run code, never end, or raise errors of other packages."""
+
 import errno
+import io
 import json
 import os
 import pickle
 import socket
+import struct
+import sys
 
 import pytest
 import torch
@@ -10,28 +15,15 @@ from torch import nn
 
 import workbench as wb
 from tests.about import about, says
+from tests.models.test_gguf_file import llama
+from tests.models.weight_models import Bomb, change_config, rejection
 from tests.zoo.zoo_models import MAKERS, inputs_for, perturbed
-from workbench.errors import CheckpointError
-from workbench.models.state_files import read_state
+from workbench.errors import CheckpointError, OptionError
 
 
 @pytest.fixture
 def tiny():
     return wb.zoo.transformer("rms_norm", d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=8)
-
-
-@pytest.fixture(scope="session")
-def llama_folder(tmp_path_factory):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-        vocab_size=32, max_position_embeddings=16,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("llama")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 TOKENS = torch.arange(6)[None]
@@ -104,15 +96,6 @@ def test_any_module_is_a_subject(tiny):
         subject.tokenize("text")
 
 
-def test_hugging_face_folder(llama_folder):
-    from transformers import LlamaForCausalLM
-
-    subject = wb.open_checkpoint(llama_folder)
-    assert isinstance(subject.model, LlamaForCausalLM)
-    direct = LlamaForCausalLM.from_pretrained(llama_folder)
-    assert torch.equal(subject.model(TOKENS).logits, direct(TOKENS).logits)
-
-
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt"])
 def test_state_with_its_module(tiny, tmp_path, suffix):
     path = tmp_path / f"weights{suffix}"
@@ -129,34 +112,24 @@ def test_state_with_its_module(tiny, tmp_path, suffix):
     assert not torch.equal(before, tiny(TOKENS))
     with pytest.raises(CheckpointError, check=about("module", None)):
         wb.open_checkpoint(path)
-    deeper = wb.zoo.transformer("rms_norm", d_model=16, n_layers=3, n_heads=2, vocab_size=32, max_length=8)
-    kept = {name: tensor.clone() for name, tensor in deeper.state_dict().items()}
-    with pytest.raises(CheckpointError, check=about(path.name)):
-        wb.open_checkpoint(path, module=deeper)
-    assert all(torch.equal(kept[name], tensor) for name, tensor in deeper.state_dict().items())
-
-
-class _Bomb:
-    def __reduce__(self):
-        return (open, ("exploded", "w"))
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt"])
 def test_a_pickle_with_code_is_rejected_and_not_run(tiny, tmp_path, monkeypatch, suffix):
     monkeypatch.chdir(tmp_path)
-    torch.save({"weight": _Bomb()}, tmp_path / f"bad{suffix}")
+    torch.save({"weight": Bomb()}, tmp_path / f"bad{suffix}")
     with pytest.raises(CheckpointError, check=about(f"bad{suffix}", CODE)):
         wb.open_checkpoint(tmp_path / f"bad{suffix}", module=tiny)
-    (tmp_path / f"raw{suffix}").write_bytes(pickle.dumps({"weight": _Bomb()}))
+    (tmp_path / f"raw{suffix}").write_bytes(pickle.dumps({"weight": Bomb()}))
     with pytest.raises(CheckpointError, check=about(f"raw{suffix}", CODE)):
         wb.open_checkpoint(tmp_path / f"raw{suffix}", module=tiny)
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_folder_whose_pickle_holds_code_is_rejected(llama_folder, tmp_path, monkeypatch):
+def test_a_folder_whose_pickle_holds_code_is_rejected(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text((llama_folder / "config.json").read_text())
-    torch.save({"model.embed_tokens.weight": _Bomb()}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text((saved("llama")[1] / "config.json").read_text())
+    torch.save({"model.embed_tokens.weight": Bomb()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, check=says("pytorch_model.bin was not loaded, because it contains more")):
         wb.open_checkpoint(tmp_path)
     assert not (tmp_path / "exploded").exists()
@@ -178,14 +151,8 @@ def test_a_file_without_permission_is_rejected(tiny, tmp_path, monkeypatch, suff
         wb.open_checkpoint(path, module=tiny)
 
 
-def test_a_pickle_that_is_not_a_state_dict_is_rejected(tmp_path):
-    torch.save([1, 2, 3], tmp_path / "list.pt")
-    with pytest.raises(CheckpointError, check=says("list.pt contains no state dict; save")):
-        read_state(tmp_path / "list.pt")
-
-
 @pytest.mark.parametrize("keep", [0, 4, 100, 0.5, 0.99])
-def test_truncated_files_are_rejected(tiny, tmp_path, llama_folder, keep):
+def test_truncated_files_are_rejected(tiny, tmp_path, copy_of, keep):
     from safetensors.torch import save_file
 
     def truncate(path):
@@ -200,33 +167,10 @@ def test_truncated_files_are_rejected(tiny, tmp_path, llama_folder, keep):
         wb.open_checkpoint(tmp_path / "weights.safetensors", module=tiny)
     with pytest.raises(CheckpointError, check=says("weights.bin is damaged or incomplete; download it again.")):
         wb.open_checkpoint(tmp_path / "weights.bin", module=tiny)
-    folder = tmp_path / "llama"
-    folder.mkdir()
-    for file in llama_folder.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    _, folder = copy_of("llama")
     truncate(folder / "model.safetensors")
     with pytest.raises(CheckpointError, check=says("model.safetensors is truncated or not a safetensors file;")):
         wb.open_checkpoint(folder)
-
-
-def test_truncated_gguf_is_rejected(tmp_path, monkeypatch):
-    import numpy as np
-    from gguf import GGUFWriter
-
-    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "model.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_tensor("output.weight", np.ones((64, 64), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    data = path.read_bytes()
-    for keep in (0, 3, 10, 60, len(data) // 2, len(data) - 1000):
-        path.write_bytes(data[:keep])
-        with pytest.raises(CheckpointError, check=says("model.gguf is truncated or not a GGUF file; download it")):
-            wb.open_checkpoint(path)
-    assert not (tmp_path / "cache").exists()
 
 
 def test_a_hub_name_without_network_is_rejected(monkeypatch):
@@ -295,3 +239,103 @@ def test_a_full_disk_leaves_the_old_checkpoint(tiny, tmp_path, monkeypatch):
         wb.save_checkpoint(tiny, folder, overwrite=True)
     assert (folder / "model.safetensors").read_bytes() == before
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.fixture
+def edited(copy_of, tmp_path):
+    def edit(kind, **options):
+        if kind == "zoo":
+            folder = wb.save_checkpoint(wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2), tmp_path / "zoo")
+        else:
+            _, folder = copy_of(kind)
+        change_config(folder, **options)
+        return folder
+
+    return edit
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(edited, monkeypatch, answer):
+    folder = edited("llama")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["evil.T", None]}}))
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass T: pass\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{answer}\n" * 9))
+    with pytest.raises(CheckpointError, check=about("trust_remote_code", False)):
+        wb.open_checkpoint(folder).tokenize("a")
+    assert not (folder / "ran").exists()
+    assert sys.stdin.read() == f"{answer}\n" * 9
+
+
+@pytest.mark.parametrize("value", ["False", "no", 0, 1, None])
+def test_trust_is_true_or_false(edited, value):
+    with pytest.raises(OptionError, check=about("trust_remote_code", value)):
+        wb.open_checkpoint(edited("llama"), trust_remote_code=value)
+
+
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_kernels_that_a_configuration_names_are_not_used(edited, name):
+    model = wb.open_checkpoint(edited("llama", **{name: "someone/kernel"})).model
+    assert model.config._attn_implementation == "sdpa"
+    assert "someone" not in str(model.config._experts_implementation)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("llama", "num_hidden_layers"), ("zoo", "n_layers")])
+def test_layers_without_end_are_not_built(edited, kind, name):
+    folder = edited(kind, **{name: 10**8})
+    for opened in (wb.open_checkpoint, wb.design):
+        with pytest.raises(CheckpointError, check=about(name, 10**8)):
+            opened(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
+def test_a_pipe_in_a_folder_is_not_waited_for(edited, name):
+    folder = edited("llama")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    assert about(name, folder / name)(rejection(folder))
+
+
+@pytest.mark.parametrize(
+    "text", ["null", "[]", "1", '"x"', "", "\0", "[" * 100_000, '{"a":' * 500 + "1" + "}" * 500, "\ud800"]
+)
+def test_a_configuration_that_is_none_is_rejected(edited, text):
+    folder = edited("llama")
+    (folder / "config.json").write_bytes(text.encode(errors="surrogatepass"))
+    assert about("config.json", folder / "config.json")(rejection(folder))
+
+
+def test_a_pickle_that_contains_itself_ends(tmp_path):
+    state = {}
+    state["state_dict"] = state
+    torch.save(state, tmp_path / "a.pt")
+    assert says("a.pt contains no state dict; save")(rejection(tmp_path / "a.pt", torch.nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("place", [8, 16])
+def test_a_gguf_file_has_what_its_header_counts(tmp_path, place):
+    path = tmp_path / "a.gguf"
+    content = bytearray(llama(path).read_bytes())
+    content[place : place + 8] = struct.pack("<Q", 1 << 50)
+    path.write_bytes(content)
+    assert says("a.gguf is truncated or not a GGUF file; download it again.")(rejection(path))
+
+
+def test_a_list_in_a_gguf_file_is_as_long_as_its_header_states(tmp_path):
+    path = tmp_path / "a.gguf"
+    path.write_bytes(struct.pack("<IIQQQ", 0x46554747, 3, 0, 1, 1) + b"a" + struct.pack("<IIQ", 9, 0, 1 << 50))
+    assert says("a.gguf is truncated or not a GGUF file; download it again.")(rejection(path))
+
+
+def test_a_gguf_file_has_a_tensor_for_each_block(tmp_path):
+    llama(tmp_path / "a.gguf", n_blocks=100_000)
+    assert about("block_count", 100_000)(rejection(tmp_path / "a.gguf"))
+
+
+@pytest.mark.parametrize("kept", [0, 3, 10, 60, 0.5, 0.99])
+def test_a_truncated_gguf_file_is_rejected(tmp_path, kept, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_CACHE", str(tmp_path / "cache"))
+    path = llama(tmp_path / "a.gguf")
+    data = path.read_bytes()
+    path.write_bytes(data[: kept if isinstance(kept, int) else int(kept * len(data))])
+    assert says("a.gguf is truncated or not a GGUF file; download it again.")(rejection(path))
+    assert not (tmp_path / "cache").exists()

@@ -116,17 +116,6 @@ def test_experts_of_a_distributed_checkpoint_are_put_together(tmp_path):
     assert_opens_both_ways(tmp_path, model)
 
 
-def test_weights_that_do_not_fit_the_config_are_rejected(tmp_path):
-    model = only_config(tmp_path)
-    state = as_state(model)
-    del state["model.norm.weight"]
-    save_dcp(state, tmp_path)
-    for streaming in (False, True):
-        assert says("tensor (model.norm.weight); download the checkpoint again")(
-            rejection(tmp_path, streaming=streaming)
-        )
-
-
 def test_incomplete_parts_are_rejected(tmp_path):
     model = only_config(tmp_path)
     divided(tmp_path, as_state(model))

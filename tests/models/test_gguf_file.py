@@ -16,7 +16,7 @@ pytestmark = pytest.mark.medium
 N_TOKENS = 32
 
 
-def write(path, architecture, shapes, kind=GGMLQuantizationType.Q8_0, **options):
+def write(path, architecture, shapes, kind=GGMLQuantizationType.Q8_0, n_blocks=2, change=dict, **options):
     """Write a small GGUF file with two blocks and quantized matrices.
 
     Args:
@@ -24,10 +24,12 @@ def write(path, architecture, shapes, kind=GGMLQuantizationType.Q8_0, **options)
         architecture: Name of the architecture in llama.cpp.
         shapes: Shape of each tensor; names of tensors in blocks are without "blk.0.".
         kind: Type of the matrices.
+        n_blocks: Number of blocks in the header.
+        change: Function of the shapes of all tensors by their full names.
         options: Further options of the header.
     """
     writer = GGUFWriter(path, architecture)
-    writer.add_block_count(2)
+    writer.add_block_count(n_blocks)
     writer.add_context_length(64)
     writer.add_embedding_length(64)
     writer.add_feed_forward_length(96)
@@ -44,15 +46,19 @@ def write(path, architecture, shapes, kind=GGMLQuantizationType.Q8_0, **options)
     writer.add_eos_token_id(2)
     generator = np.random.default_rng(0)
     outside = ("token_embd", "position_embd", "output")
-    for short, shape in shapes.items():
-        for name in [short] if short.startswith(outside) else [f"blk.{i}.{short}" for i in range(2)]:
-            values = generator.standard_normal(shape).astype(np.float32) / 4
-            if len(shape) == 1:
-                writer.add_tensor(name, values)
-            elif kind == GGMLQuantizationType.F16:
-                writer.add_tensor(name, values.astype(np.float16))
-            else:
-                writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
+    named = {
+        name: shape
+        for short, shape in shapes.items()
+        for name in ([short] if short.startswith(outside) else [f"blk.{i}.{short}" for i in range(2)])
+    }
+    for name, shape in change(named).items():
+        values = generator.standard_normal(shape).astype(np.float32) / 4
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+        elif kind == GGMLQuantizationType.F16:
+            writer.add_tensor(name, values.astype(np.float16))
+        else:
+            writer.add_tensor(name, quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

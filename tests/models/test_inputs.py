@@ -15,7 +15,7 @@ from transformers import (
 
 import workbench as wb
 from tests.about import about, says
-from workbench.errors import AnatomyError, OptionError, SnapshotError, WorkbenchError
+from workbench.errors import AnatomyError, SnapshotError, WorkbenchError
 
 pytestmark = pytest.mark.filterwarnings("ignore::workbench.koopman.spectra.RankWarning")
 TOKENS = torch.randint(64, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -119,18 +119,6 @@ def test_wrong_images_are_explained_in_one_sentence(vit, inputs, sentence):
         wb.profile(vit, inputs, progress=False)
 
 
-def test_images_as_arrays_work(vit):
-    np.testing.assert_allclose(radius(vit, IMAGES.numpy()), radius(vit, IMAGES), rtol=1e-5)
-
-
-def test_errors_of_models_of_the_zoo_are_as_clear():
-    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-    with pytest.raises(SnapshotError, match="Token ids range from 999 to 999, but Transformer has 256 tokens"):
-        wb.profile(model, torch.full((2, 5), 999), progress=False)
-    with pytest.raises(OptionError, check=says("The images have shape")):
-        wb.profile(wb.zoo.vit(d_model=16, n_layers=2, n_heads=2), torch.randn(2, 1, 20, 20), progress=False)
-
-
 def test_the_error_of_the_model_is_the_cause(gpt2):
     with pytest.raises(SnapshotError) as caught:
         wb.profile(gpt2, TOKENS + 60, progress=False)
@@ -158,13 +146,6 @@ def test_models_that_cannot_be_analyzed_are_rejected():
     for call in (wb.read_anatomy, wb.query_key_weights, wb.router_weights):
         with pytest.raises(AnatomyError, check=about("model", None)):
             call(None, TOKENS)
-
-
-def test_an_exported_program_is_rejected():
-    exported = torch.export.export(wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2), (TOKENS,))
-    for model in (exported, exported.module()):
-        with pytest.raises(WorkbenchError):
-            wb.profile(model, TOKENS, progress=False)
 
 
 def test_a_subject_is_accepted_in_place_of_a_model(llama):
@@ -196,16 +177,3 @@ def test_a_batch_with_its_targets_is_explained():
     with pytest.raises(SnapshotError, match=r"a batch with its targets; pass only its tokens, batch\[0\]") as caught:
         wb.profile(wb.samples.load("pre_ln"), wb.tasks.text_bytes().batch(0), progress=False)
     assert "TypeError" not in str(caught.value)
-
-
-def test_text_is_accepted_in_place_of_tokens():
-    class Bytes:
-        def __init__(self, model):
-            self.model = model
-
-        def tokenize(self, texts):
-            return {"input_ids": torch.tensor([list(text.encode()) for text in texts])}
-
-    subject = Bytes(wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2))
-    assert len(wb.read_anatomy(subject, ["some text", "more text"]).sites) == 2
-    assert len(wb.query_key_weights(subject, ["some text", "more text"])) == 2

@@ -16,7 +16,6 @@ from tests.models.layout_models import (
     EarlyExit,
     FoldedStreams,
     ResidualOutside,
-    ScaledOutside,
     Streams,
     TwoStreams,
     Universal,
@@ -102,16 +101,6 @@ def test_layouts_of_pytorch_layers_are_documented():
     hidden[2:, 4:] = True
     inputs = {"src": torch.randn(N_TOKENS, N_EXAMPLES, WIDTH), "src_key_padding_mask": hidden}
     assert spectra(encoder, inputs).attrs["n_snapshots"] == int((~hidden).sum())
-
-
-@pytest.mark.medium
-def test_one_sequence_of_vectors_is_not_split():
-    layer = nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0)
-    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
-    lengths = []
-    encoder.layers[0].register_forward_hook(lambda module, args, output: lengths.append(args[0].shape[0]))
-    assert spectra(encoder, torch.randn(4500, WIDTH)).attrs["n_snapshots"] == 4500
-    assert lengths[-1] == 4500
 
 
 def test_states_with_tokens_first_inside_transformers():
@@ -218,22 +207,6 @@ def test_branches_are_neither_profiled_nor_suggested():
         wb.read_anatomy(model, tokens, stack="layers.*.*")
     with pytest.raises(AnatomyError, check=says("whose modules ran; no module of this model is a residual")):
         wb.read_anatomy(model, tokens, stack="nothing")
-
-
-def test_blocks_with_a_scaled_stream_between_them_can_be_selected():
-    tokens = torch.randint(VOCABULARY, (2, 11))
-    assert len(wb.read_anatomy(ScaledOutside(), tokens, stack="blocks").sites) == 4
-    with pytest.raises(AnatomyError, check=says("whose modules ran; expected one of blocks")):
-        wb.read_anatomy(ScaledOutside(), tokens, stack="nothing")
-
-
-@pytest.mark.parametrize("kind", ["pre", "post", "none"])
-def test_residual_blocks_of_every_norm_pass_the_check(kind):
-    from workbench.models.residual_check import lack_of_residual
-
-    model = wb.zoo.transformer(norm={"pre": "pre_ln", "post": "post_ln", "none": "none"}[kind], n_layers=3, d_model=32)
-    tokens = torch.randint(VOCABULARY, (2, 11))
-    assert not lack_of_residual(model, tokens, wb.read_anatomy(model, tokens).sites)
 
 
 @pytest.mark.parametrize("model", [EarlyExit(), Universal()], ids=["early exit", "universal"])

@@ -20,7 +20,6 @@ from tests.models.layout_models import (
     Pairs,
     PostNorms,
     Repeated,
-    ResidualOutside,
     Sandwich,
     ScaledSums,
     Triples,
@@ -171,14 +170,6 @@ def test_the_depth_in_the_config_may_count_pairs_of_layers(tokens):
     model.config = {"num_hidden_layers": 3}
     with pytest.raises(AnatomyError, match=r"num_hidden_layers = 3.*can also be passed as stack=: layers \(4 layers"):
         wb.read_anatomy(model, tokens)
-
-
-def test_a_stream_that_the_model_returns_unchanged(tokens):
-    model = built(ResidualOutside)
-    anatomy = wb.read_anatomy(model, tokens)
-    _, left = seen(model, anatomy, tokens)
-    with torch.no_grad():
-        assert torch.equal(left[-1], model(tokens))
 
 
 def test_states_can_be_read_but_not_replaced(tokens):

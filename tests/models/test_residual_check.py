@@ -9,8 +9,7 @@ from torch.nn import functional
 
 import workbench as wb
 from tests.about import says
-from tests.flow.nets import deep_net
-from tests.models.model_families import BERT, BY_NAME, FAMILIES_BY_TIER, build, make_inputs
+from tests.models.model_families import BY_NAME, build, make_inputs
 from tests.zoo.zoo_models import MAKERS, inputs_for
 from workbench.errors import AnatomyError
 from workbench.models.residual_check import require_residuals
@@ -141,18 +140,6 @@ def test_kss_and_recorded_spectra_need_residuals_too():
         wb.sweeps.measure_case(Model(), task, learning_rate=1e-3, warmup=0, n_steps=2)
 
 
-def test_the_flow_of_a_deep_net_without_residuals_is_measured():
-    flow = wb.flow.measure(deep_net(16, 4, 1.0), torch.randn(4, 3, 16), jacobian=False)
-    assert flow.sizes["layer"] == 4
-
-
-@pytest.mark.parametrize("family", FAMILIES_BY_TIER, ids=str)
-def test_no_family_is_taken_for_a_chain_without_residuals(family):
-    model, inputs = build(family), make_inputs(family)
-    anatomy = wb.read_anatomy(model, inputs)
-    require_residuals(model, inputs, anatomy.stack, anatomy.sites)
-
-
 def test_one_block_that_passes_on_its_state_suffices():
     """Check that passes run to their end, which wrappers such as FSDP need, and that hooks are removed."""
     model, inputs = build(BY_NAME["llama"]), make_inputs(BY_NAME["llama"])
@@ -163,13 +150,6 @@ def test_one_block_that_passes_on_its_state_suffices():
     require_residuals(model, inputs, anatomy.stack, anatomy.sites)
     assert len(n_calls) == 2 * len(model.model.layers)
     assert [len(site.module._forward_hooks) for site in anatomy.sites] == n_hooks
-
-
-def test_a_post_norm_encoder_of_transformers_is_read():
-    from transformers import AutoConfig, AutoModel
-
-    model = AutoModel.from_config(AutoConfig.for_model("bert", **BERT))
-    assert wb.profile(model, torch.randint(97, (4, 9)), progress=False).sizes["layer"] == 3
 
 
 @pytest.mark.parametrize("name", MAKERS)

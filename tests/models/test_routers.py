@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tests.models.model_families import BY_NAME, FAMILIES_BY_TIER, Family, build, make_inputs
 from workbench.models.anatomy import read_anatomy
@@ -135,20 +134,3 @@ def test_an_unknown_scoring_is_not_guessed():
     findings = router_weights(nn.Sequential(Squared(), Squared()), torch.randn(2, 7, 16))
     assert [type(finding) for finding in findings] == [Unreadable, Unreadable]
     assert "selects the largest of 5 values, but these are not the logits of one of its linear" in findings[0].reason
-
-
-class Stabilized(nn.Module):
-    """A block that computes a maximum only to keep the exponential in range."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 20), nn.Linear(20, 16)
-
-    def forward(self, x):
-        hidden = self.up(x).tanh() * 3
-        hidden = hidden - hidden.max(dim=-1, keepdim=True).values
-        return x + self.down(functional.softmax(hidden, dim=-1))
-
-
-def test_a_maximum_in_a_softmax_is_no_router():
-    assert router_weights(nn.Sequential(Stabilized(), Stabilized()), torch.randn(2, 7, 16)) == []

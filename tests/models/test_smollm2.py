@@ -39,12 +39,3 @@ def test_profile_of_a_real_model(subject):
     thirds = wb.depth_thirds(spectra)
     assert list(thirds.third.values) == ["early", "middle", "late"]
     assert float(thirds.near_unit_mass.sel(third="late")) > float(thirds.near_unit_mass.sel(third="early"))
-
-
-@pytest.mark.slow
-def test_first_token_is_massive(subject):
-    passages = wb.tasks.reference_passages(8)
-    kept, dropped = (
-        wb.profile(subject, passages, n_snapshots=None, skip_first=skip, rank=16, progress=False) for skip in (0, 1)
-    )
-    assert float((kept.spectral_radius / dropped.spectral_radius).max()) > 2

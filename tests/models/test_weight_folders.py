@@ -5,11 +5,9 @@ import sys
 import types
 from collections import OrderedDict
 
-import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed import checkpoint as dcp
 
 import workbench as wb
 from tests.about import about, says
@@ -112,30 +110,6 @@ def test_a_trainers_folder_with_one_checkpoint_opens(tmp_path):
     for file in (tmp_path / "other").iterdir():
         file.rename(tmp_path / file.name)
     assert torch.equal(wb.open_checkpoint(tmp_path).model(TOKENS), small(3)(TOKENS))
-
-
-def test_a_trainers_folder_of_weights_alone_opens_with_its_module(tmp_path):
-    model = small()
-    (tmp_path / "checkpoint-10").mkdir()
-    save_file(model.state_dict(), tmp_path / "checkpoint-10" / "model.safetensors")
-    assert_opens(tmp_path, model)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
-def test_weights_without_a_config_open_with_their_module(name, tmp_path):
-    model = small()
-    save = save_file if name.endswith("safetensors") else torch.save
-    save(model.state_dict(), tmp_path / name)
-    assert_opens(tmp_path, model)
-    assert about("module", None)(rejection(tmp_path))
-
-
-def test_a_sharded_checkpoint_of_accelerate_opens_with_its_module(tmp_path):
-    model = small()
-    dcp.save({"model": model}, checkpoint_id=tmp_path / "pytorch_model_fsdp_0", no_dist=True)
-    dcp.save({"optimizer": {"x": torch.ones(2)}}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
-    assert_opens(tmp_path, model)
-    assert says("holds weights without an architecture; pass")(rejection(tmp_path))
 
 
 def test_a_config_that_names_no_model_goes_with_a_module(tmp_path):

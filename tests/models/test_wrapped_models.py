@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import workbench as wb
-from tests.about import about, says
+from tests.about import says
 from workbench.errors import AnatomyError
 
 pytestmark = pytest.mark.filterwarnings("ignore::workbench.koopman.spectra.RankWarning")
@@ -60,12 +60,6 @@ def test_blocks_that_are_compiled_separately(plain, compiled):
 
 
 class Narrow(nn.Module):
-    @classmethod
-    def plain(cls):
-        block = cls()
-        block.map = nn.Linear(32, 32)
-        return block
-
     def __init__(self):
         super().__init__()
         self.norm, self.map = nn.LayerNorm(32), torch.compile(nn.Sequential(nn.Linear(32, 32)), backend="eager")
@@ -251,37 +245,6 @@ def test_the_model_in_a_shell_without_forward_is_measured(plain):
     assert torch.equal(reading.read(Shell(plain)).query, wb.query_key_weights(plain, TOKENS)[0].query)
     with pytest.raises(AnatomyError, check=says("of its parts have parameters, expected one; pass the part")):
         wb.profile(Shell(plain, other=nn.Linear(2, 2)), TOKENS, progress=False)
-
-
-@pytest.mark.framework
-def test_a_lightning_module_without_forward(plain):
-    import lightning
-
-    class Lit(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = plain
-
-    np.testing.assert_array_equal(eigenvalues(Lit()), eigenvalues(plain))
-
-
-def test_exported_graphs_are_rejected():
-    class Chain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.blocks = nn.Embedding(64, 32), nn.ModuleList(Narrow.plain() for _ in range(3))
-
-        def forward(self, tokens):
-            x = self.embed(tokens)
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    exported = torch.export.export(Chain(), (TOKENS,))
-    with pytest.raises(AnatomyError, check=says("GraphModule is an exported graph of operations, which calls")):
-        wb.profile(exported.module(), TOKENS, progress=False)
-    with pytest.raises(wb.WorkbenchError, check=about("model", "ExportedProgram")):
-        wb.profile(exported, TOKENS, progress=False)
 
 
 # --- parameters that are split over ranks ----------------------------------------------------------------------------

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-import workbench as wb
 from tests.about import about, says
-from tests.models.weight_models import TOKENS, assert_opens, rejection, small
+from tests.models.weight_models import Bomb, assert_opens, rejection, small
 from workbench.models.lazy_state import lazy_state
 from workbench.models.weight_folders import is_partitioned
 
@@ -78,15 +77,6 @@ def test_the_parts_of_all_ranks_are_merged(n_ranks, n_groups, tmp_path):
     assert_opens(place, model)
 
 
-def test_streamed_equals_resident(tmp_path):
-    model = small()
-    write(tmp_path, model)
-    streamed = wb.open_checkpoint(tmp_path, module=small(9), streaming=True)
-    options = {"n_snapshots": 12, "progress": False}
-    one, other = wb.profile(model, TOKENS, **options), wb.profile(streamed, TOKENS, **options)
-    assert one.spectral_radius.equals(other.spectral_radius)
-
-
 class _Mixed(nn.Module):
     """A module with a buffer, and with one parameter under two names."""
 
@@ -125,16 +115,11 @@ def test_incomplete_folders_are_rejected(tmp_path):
     assert says("contains no dict of tensors; download it again.")(rejection(tmp_path / "b", small(9)))
 
 
-class _Bomb:
-    def __reduce__(self):
-        return (open, ("exploded", "w"))
-
-
 @pytest.mark.parametrize("kind", ["model", "optim"])
 def test_code_is_not_run(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     place = write(tmp_path / "a", small())
-    torch.save({"optimizer_state_dict": _Bomb()}, place / f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt")
+    torch.save({"optimizer_state_dict": Bomb()}, place / f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt")
     error = rejection(tmp_path / "a", small(9))
     assert about(f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt", "a pickle with more than tensors")(error)
     assert not (tmp_path / "exploded").exists()

@@ -1,5 +1,7 @@
 """A small model in two copies, and the error of a checkpoint that does not open, for tests of file formats."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,6 +9,13 @@ import workbench as wb
 from workbench.errors import CheckpointError
 
 TOKENS = torch.arange(12).reshape(2, 6)
+
+
+class Bomb:
+    """An object whose pickle writes a file when it is loaded."""
+
+    def __reduce__(self):
+        return (open, ("exploded", "w"))
 
 
 def small(seed=0):
@@ -26,11 +35,6 @@ def assert_opens(source, saved, **options):
     return subject
 
 
-def refusal(source, module=None, **options):
-    """Return the sentence of the error of a source that does not open; see `rejection`."""
-    return str(rejection(source, module, **options))
-
-
 def rejection(source, module=None, **options):
     """Return the error of a source that does not open, and check that the module is not changed."""
     before = {} if module is None else {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -42,3 +46,10 @@ def rejection(source, module=None, **options):
     if module is not None:
         assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     return caught.value
+
+
+def change_config(folder, **changes):
+    """Change fields of a config.json; ``...`` deletes a field."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))

@@ -39,13 +39,6 @@ def test_a_known_outlier():
     assert 95 < kurtosis(h).item() < 100  # one of a hundred numbers dominates
 
 
-def test_kurtosis_is_independent_of_the_unit_and_three_for_a_normal_distribution():
-    h = states(300, 100)
-    assert kurtosis(h).item() == pytest.approx(3, abs=0.1)
-    for unit in (1e-30, 1e30):
-        assert kurtosis(unit * h.double()).item() == pytest.approx(kurtosis(h).item())
-
-
 def test_edge_cases():
     assert outlier_ratio(torch.tensor([[0.0, 0, 0, 1]])).item() == math.inf
     assert outlier_ratio(torch.zeros(2, 3)).isnan()

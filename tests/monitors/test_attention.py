@@ -79,16 +79,6 @@ def test_terms_that_cancel_are_zero_without_rounding_errors():
     assert (spectra["D3"] > 0).all()
 
 
-def test_stacked_layers():
-    wq0, wk0 = draw(3, 4, 12, 2), draw(3, 2, 12, 2, seed=1)
-    wq1, wk1 = MOVES["generic"](wq0, wk0)
-    together = qk_update_spectrum(wq0, wk0, wq1, wk1)
-    for layer in range(3):
-        alone = qk_update_spectrum(wq0[layer], wk0[layer], wq1[layer], wk1[layer])
-        for term in TERMS:
-            torch.testing.assert_close(together[term][layer], alone[term], rtol=1e-12, atol=1e-15)
-
-
 @given(st.integers(0, 10**6), st.sampled_from(["generic", "far"]))
 @settings(deadline=None, max_examples=20)
 def test_a_change_of_basis_within_the_heads_leaves_the_products(seed, move):
@@ -131,11 +121,6 @@ def test_shapes_that_do_not_match(shapes, name, value):
     wq, wk = torch.ones(shapes[0]), torch.ones(shapes[1])
     with pytest.raises(OptionError, check=about(name, value)):
         qk_update_spectrum(wq, wk, wq, wk)
-
-
-def test_other_heads_than_before():
-    with pytest.raises(OptionError, check=says("The weights at the base point have shapes")):
-        qk_update_spectrum(torch.ones(4, 8, 3), torch.ones(4, 8, 3), torch.ones(2, 8, 3), torch.ones(4, 8, 3))
 
 
 # --- scores ----------------------------------------------------------------------------------------------------------

@@ -33,15 +33,6 @@ def test_small_and_large_gradients_neither_underflow_nor_overflow(dtype):
         assert gradient_rms(gradient).item() == pytest.approx(size, rel=1e-2)
 
 
-def test_ratio():
-    before = [torch.tensor([3.0, 4.0]), torch.zeros(2, 2)]
-    after = [torch.tensor([3.0, 4.5]), torch.zeros(2, 2)]
-    assert update_ratio(before, after).item() == pytest.approx(0.1)
-    assert update_ratio(torch.zeros(2), torch.ones(2)).item() == math.inf
-    assert update_ratio(torch.zeros(2), torch.zeros(2)).isnan()
-    assert update_ratio(torch.ones(2), torch.tensor([1.0, math.nan])).isnan()
-
-
 def test_a_step_of_sgd_has_the_ratio_of_its_learning_rate():
     torch.manual_seed(0)
     model = nn.Linear(7, 5)

@@ -280,7 +280,7 @@ def _combine(query: Columns, key: Columns, head_dim: int, width: int) -> _Readin
         return "its queries and keys come from different inputs, as in cross-attention"
     if inputs[0].shape[-1] != width:
         notes.append(f"the weights act on {inputs[0].shape[-1]} features computed from the {width} of the stream")
-    return _Reading(*recipes, "; ".join(notes))
+    return _Reading(recipes[0], recipes[1], "; ".join(notes))
 
 
 def _recipe(part: Columns, index: Tensor) -> tuple[WeightRecipe, ColumnSource] | str:

@@ -178,8 +178,9 @@ def states_of(
         return changed
 
     with ExitStack() as stack:
-        hooks = BlockHooks(sites, enter, lambda call: keep(call.state_out))
-        for context in (undisturbed(model), hooks, *contexts):
+        stack.enter_context(undisturbed(model))
+        stack.enter_context(BlockHooks(sites, enter, lambda call: keep(call.state_out)))
+        for context in contexts:
             stack.enter_context(context)
         run_model(model, inputs)
     return found
