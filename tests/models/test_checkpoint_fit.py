@@ -193,15 +193,6 @@ def test_a_config_of_a_far_larger_model_is_rejected_before_memory_is_allocated(c
     assert "model.embed_tokens.weight: (97, 24) instead of (1000000000000, 24)" in found(folder)
 
 
-def test_a_model_that_appeared_too_large_has_its_weights(copy_of, monkeypatch):
-    model, folder = copy_of("llama")
-    change_config(folder, architectures=["LlamaModel"])
-    monkeypatch.setattr("workbench.models.pretrained._Loader._n_parameters", lambda *_: 10**12)
-    subject = wb.open_checkpoint(folder)
-    assert subject.unloaded == "1 tensor (lm_head.weight) of another head ignored"
-    assert_same_weights(subject.model, model.model)
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "pickle", "sharded", "sharded pickle"])
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_wrapped_names_are_read_without_their_wrappers(kind, prefix, copy_of):
@@ -421,24 +412,17 @@ def test_architectures_that_are_not_names_are_rejected(named, copy_of):
     ("field", "value", "message"),
     [
         ("hidden_size", None, "'hidden_size' expected int, got NoneType"),
-        ("hidden_size", 0, "(24) instead of (0)"),
         ("hidden_size", -1, "is not a multiple of"),
-        ("num_hidden_layers", "four", "'num_hidden_layers' expected int, got str"),
         ("num_hidden_layers", 0, "has 27 unexpected tensors"),
         ("num_attention_heads", 0, "ZeroDivisionError"),
-        ("vocab_size", None, "'vocab_size' expected int, got NoneType"),
         ("vocab_size", 0, "IndexError"),
-        ("vocab_size", -1, "negative dimension"),
         ("rope_parameters", 3, "'rope_parameters' with value 3"),
         ("hidden_act", "nope", "'nope'"),
-        ("head_dim", 0, "ZeroDivisionError"),
         ("pad_token_id", 10**6, "AssertionError"),
         ("dtype", "float99", "has no attribute 'float99'"),
         ("quantization_config", 3, "AttributeError"),
-        ("auto_map", 3, "TypeError"),
         ("transformers_weights", 3, "AttributeError"),
         ("model_type", 3, "has model_type = 3, expected a name"),
-        ("model_type", [], "has model_type = [], expected a name"),
         ("model_type", "nope", "has model type `nope`"),
         ("model_type", ..., "Should have a `model_type` key"),
         ("model_type", "gpt2", "its model_type 'gpt2'"),
@@ -553,11 +537,6 @@ def test_wrapped_modules_accept_wrapped_weights(prefix, make, tmp_path):
             only(lambda name: name != "head.weight"),
             "lacks 1 tensor (head.weight)",
             "1 tensor (head.weight) left at the module's own values",
-        ),
-        (
-            lambda state: {**state, "extra": torch.ones(1)},
-            "has 1 unexpected tensor (extra)",
-            "1 tensor (extra) ignored",
         ),
         (
             lambda state: {**state, "head.weight": torch.ones(3, 3)},

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -125,22 +124,10 @@ def test_the_error_of_the_model_is_the_cause(gpt2):
     assert isinstance(caught.value.__cause__, IndexError)
 
 
-class Shell(nn.Module):
-    """Holds a network and a head, like a LightningModule, and has no forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.network, self.head = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2), nn.Linear(2, 2)
-
-
 def test_models_that_cannot_be_analyzed_are_rejected():
     zoo = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
     with pytest.raises(AnatomyError, check=says("Transformer is compiled by TorchScript, which runs no")):
         wb.profile(torch.jit.trace(zoo, TOKENS), TOKENS, progress=False)
-    with pytest.raises(
-        AnatomyError, match=r"model\.network", check=says("of its parts have parameters, expected one; pass the part")
-    ):
-        wb.profile(Shell(), TOKENS, progress=False)
     with pytest.raises(SnapshotError, check=says("are on the meta device, which holds no values; load the")):
         wb.profile(zoo.to("meta"), TOKENS, progress=False)
     for call in (wb.read_anatomy, wb.query_key_weights, wb.router_weights):

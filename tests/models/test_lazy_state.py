@@ -41,11 +41,10 @@ NESTINGS = {
 }
 
 
-@pytest.mark.parametrize("nesting", NESTINGS)
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".tar"])
-def test_nested_state_dicts_open(nesting, suffix, tmp_path):
+def test_files_with_each_ending_open(suffix, tmp_path):
     model = small()
-    torch.save(NESTINGS[nesting](model.state_dict()), tmp_path / f"weights{suffix}")
+    torch.save(NESTINGS["nanoGPT"](model.state_dict()), tmp_path / f"weights{suffix}")
     assert assert_opens(tmp_path / f"weights{suffix}", model).name == "weights"
 
 

@@ -49,12 +49,6 @@ def test_profile_is_the_oracle_on_the_blocks_states(model, tokens):
         assert float(layer.eigenvector_condition) == pytest.approx(truth["eigenvector_condition"], rel=1e-5)
 
 
-def test_inputs_in_batches_change_nothing(model, tokens):
-    at_once = wb.profile(model, tokens, progress=False)
-    in_batches = wb.profile(model, (tokens[i : i + 3] for i in range(0, 20, 3)), n_snapshots=None, progress=False)
-    np.testing.assert_allclose(np.abs(in_batches.eigenvalue), np.abs(at_once.eigenvalue), rtol=1e-6)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_layer_that_is_not_finite_is_named_and_hooks_are_removed(model, tokens, bad):
     with torch.no_grad():

@@ -243,7 +243,9 @@ def test_the_model_in_a_shell_without_forward_is_measured(plain):
     np.testing.assert_array_equal(eigenvalues(Shell(plain)), eigenvalues(plain))
     reading = wb.query_key_weights(Shell(plain), TOKENS)[0]
     assert torch.equal(reading.read(Shell(plain)).query, wb.query_key_weights(plain, TOKENS)[0].query)
-    with pytest.raises(AnatomyError, check=says("of its parts have parameters, expected one; pass the part")):
+    with pytest.raises(
+        AnatomyError, match=r"model\.net", check=says("of its parts have parameters, expected one; pass the part")
+    ):
         wb.profile(Shell(plain, other=nn.Linear(2, 2)), TOKENS, progress=False)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import config_options, run_model
 from workbench.models.probing import undisturbed
 
+T = TypeVar("T")
 #: Maximum number of entries of a state for which every singular value is computed.
 EXACT_UP_TO = 768
 #: Number of rows of a Jacobian that are computed at once, and number of random vectors for its mean square.
@@ -182,20 +183,19 @@ class SequenceJacobians:
             states = [site.state_in(*call) for site, call in zip(self.sites, calls, strict=True)]
             self.n_entries = states[0].numel()
             with torch.enable_grad():
-                maps = [
-                    _linearized(_replay(site, *call), state)
-                    for site, call, state in zip(self.sites, calls, states, strict=True)
-                ]
-                maps.append(_linearized(self._all_blocks, states[0]))
+                functions = [_replay(site, *call) for site, call in zip(self.sites, calls, strict=True)]
+                functions.append(self._all_blocks)
+                maps = [_tried(partial(Jacobian, *pair)) for pair in zip(functions, [*states, states[0]], strict=True)]
         # The graphs exist now; differentiating them does not call the model or its hooks.
-        *blocks, together = maps
+        found: list[SingularValues | str]
         if self.n_entries > self.exact_up_to:
-            self.blocks = [self._values(linear, n_largest) for linear in blocks]
-            self.end_to_end = self._values(together, n_largest)
-            return
-        matrices = [_matrix(linear) for linear in blocks]
-        self.blocks = [_values_of(matrix, n_largest) for matrix in matrices]
-        self.end_to_end = _values_of(self._product(matrices, together), n_largest)
+            how = partial(singular_values, n_largest=n_largest, exact_up_to=self.exact_up_to, seed=self.seed)
+            found = [linear if isinstance(linear, str) else _tried(partial(how, linear)) for linear in maps]
+        else:
+            matrices = [_matrix(linear) for linear in maps[:-1]]
+            matrices.append(self._product(matrices, maps[-1]))
+            found = [each if isinstance(each, str) else of_matrix(each, n_largest) for each in matrices]
+        *self.blocks, self.end_to_end = [_known(each, n_largest) for each in found]
 
     def _product(self, matrices: Sequence[np.ndarray | str], together: Jacobian | str) -> np.ndarray | str:
         """Return the product of the Jacobians of all blocks; if states also bypass blocks, the full Jacobian."""
@@ -207,14 +207,6 @@ class SequenceJacobians:
         direct, by_chain_rule = together.pull(v), v @ product
         is_same = np.linalg.norm(direct - by_chain_rule) <= _ROUNDING * np.linalg.norm(direct)
         return product if is_same else _matrix(together)
-
-    def _values(self, linear: Jacobian | str, n_largest: int) -> SingularValues:
-        if isinstance(linear, str):
-            return _none_of(linear, n_largest)
-        try:
-            return singular_values(linear, n_largest, exact_up_to=self.exact_up_to, seed=self.seed)
-        except (RuntimeError, NotImplementedError) as error:
-            return _none_of(_first_line(error), n_largest)
 
     def _recorded_calls(self) -> list[tuple[tuple, dict[str, Any]]]:
         calls: dict[int, tuple[tuple, dict[str, Any]]] = {}
@@ -239,35 +231,25 @@ class SequenceJacobians:
         return left[0]
 
 
-def _linearized(function: Callable[[Tensor], Tensor], point: Tensor) -> Jacobian | str:
-    """Return the Jacobian, or the reason why it cannot be computed."""
+def _tried(compute: Callable[[], T]) -> T | str:
+    """Return a result, or the reason why it cannot be computed."""
     try:
-        return Jacobian(function, point)
+        return compute()
     except (RuntimeError, NotImplementedError, SnapshotError) as error:
-        return _first_line(error)
+        return str(error).strip().splitlines()[0].rstrip(".")
 
 
 def _matrix(linear: Jacobian | str) -> np.ndarray | str:
-    """Return the Jacobian as a matrix, or the reason why it cannot be computed."""
-    if isinstance(linear, str):
-        return linear
-    try:
-        return linear.dense()
-    except (RuntimeError, NotImplementedError) as error:
-        return _first_line(error)
+    return linear if isinstance(linear, str) else _tried(linear.dense)
 
 
-def _values_of(matrix: np.ndarray | str, n_largest: int) -> SingularValues:
-    return _none_of(matrix, n_largest) if isinstance(matrix, str) else of_matrix(matrix, n_largest)
+def _known(found: SingularValues | str, n_largest: int) -> SingularValues:
+    return _none_of(found, n_largest) if isinstance(found, str) else found
 
 
 def _none_of(reason: str, n_largest: int) -> SingularValues:
     """Return missing singular values and the reason."""
     return SingularValues(np.full(n_largest, np.nan), np.nan, reason=reason)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
 
 
 def _replay(site: Site, args: tuple, kwargs: dict[str, Any]) -> Callable[[Tensor], Tensor]:

@@ -15,8 +15,6 @@ from workbench.errors import AnatomyError, SnapshotError, WorkbenchError
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from workbench.models.subject import Subject
 
 

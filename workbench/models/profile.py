@@ -36,11 +36,6 @@ from workbench.schema.runs import SPECTRA_COUNTS
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.koopman.dmd import DmdOptions
-    from workbench.models.anatomy import Anatomy
-    from workbench.models.batches import Batches
-    from workbench.models.subject import Subject
-
 #: Number of tokens assumed for an image.
 _TOKENS_OF_AN_IMAGE = 256
 #: Number of float64 matrices of modes^2 entries in memory while a layer is decomposed: the operator, its eigenvectors,
