@@ -15,10 +15,11 @@ from workbench.option_checks import NonNegativeInt, PositiveInt, checked
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import require_choices
+from workbench.plots.primitives import PlaneFrame, Primitives
 from workbench.studies.comparison import SOURCES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     import pandas as pd
     import xarray as xr
@@ -261,10 +262,10 @@ def radar(
         for name, place in zip(names, style.model_places(names, places), strict=True)
     ]
     with style.drawing(backend) as hv:
-        draw = _draw_bokeh if backend == "bokeh" else _draw_matplotlib
         corner = (len(charts) - 1) // columns * columns
         panels = [
-            draw(hv, axes, chart, Texts.of(axes, chart, has_key=index == corner)) for index, chart in enumerate(charts)
+            _drawn(Primitives(hv, backend, "x", "y"), axes, chart, Texts.of(axes, chart, has_key=index == corner))
+            for index, chart in enumerate(charts)
         ]
         layout = hv.Layout(panels).cols(columns)
         if backend == "matplotlib":
@@ -272,111 +273,45 @@ def radar(
         return layout.opts(shared_axes=False, merge_tools=True, toolbar=None, backend=backend)
 
 
-def _elements(hv: Any, axes: list[RadarAxis], chart: RadarChart) -> Iterator[tuple[str, Any]]:
-    """Yield what is drawn from bottom to top: kind, and element without style."""
-    dims = [hv.Dimension("x"), hv.Dimension("y")]
+def _drawn(draw: Primitives, axes: list[RadarAxis], chart: RadarChart, texts: Texts) -> Any:
+    """Draw one chart from bottom to top; the widget that updates it relies on the order."""
+    own = style.model_style(chart.place)
+    looks: dict[str, dict[str, Any]] = {
+        "ours": {"color": own["color"], "dash": "solid", "width": 2},
+        "published": {"color": draw.ink, "dash": "dashed", "width": 1.6},
+    }
     rings = [np.array([axis.point(ring) for axis in [*axes, axes[0]]]) for ring in _RINGS]
     spokes = [np.array([(0.0, 0.0), axis.point(1.0)]) for axis in axes]
-    yield "grid", hv.Path(rings + spokes, dims)
+    draw.paths(rings + spokes, color=style.NEUTRAL, width=0.8, alpha=0.35)
     outlines = {source: outline(axes, chart.values[source]) for source in SOURCES}
     if np.isfinite(outlines["ours"]["x"]).all():
-        yield "fill", hv.Polygons([{key: outlines["ours"][key] for key in ("x", "y")}], dims, label=chart.name)
+        draw.area({key: outlines["ours"][key] for key in ("x", "y")}, color=own["color"], alpha=0.16)
     for source, columns in outlines.items():
-        yield f"{source} line", hv.Curve((columns["x"], columns["y"]), *dims, label=chart.name)
+        draw.line(columns["x"], columns["y"], **looks[source])
     for source, columns in outlines.items():
         table = labeled_points(axes, columns, who=f"{chart.name}, {source}")
-        yield f"{source} points", hv.Points(table, dims, ["value", "measure", "who"], label=chart.name)
-
-
-def _labels(hv: Any, axes: list[RadarAxis], texts: Texts) -> Iterator[tuple[Any, str, str]]:
-    """Yield the texts at the ends of the axes with their horizontal and vertical alignment."""
+        look: dict[str, Any] = {
+            "color": looks[source]["color"],
+            "marker": own["marker"],
+            "is_hollow": source == "published",
+        }
+        look |= {"size": 8 if source == "published" else 6.5, "tips": [("", "@who"), ("@measure", "@value")]}
+        draw.dots(table.pop("x"), table.pop("y"), columns=table, **look)
     for axis, text in zip(axes, texts.at_axes, strict=True):
         x, y = axis.point(1.11)
         side = "center" if abs(x) < 0.1 else "left" if x > 0 else "right"
-        level = "bottom" if y > 0.9 else "top" if y < -0.6 else "middle"
+        level = "bottom" if y > 0.9 else "top" if y < -0.6 else "center"
         if level == "top" and side != "center":
             x *= 0.8
-        yield hv.Labels(([x], [y], [text]), ["x", "y"], "text"), side, level
-
-
-def _draw_bokeh(hv: Any, axes: list[RadarAxis], chart: RadarChart, texts: Texts) -> Any:
-    parts = []
-    own = style.model_style(chart.place)
-    marker = own["marker"]
-    for kind, element in _elements(hv, axes, chart):
-        options: dict[str, Any] = {"backend": "bokeh", "default_tools": []}
-        color = own["color"] if kind == "fill" or kind.startswith("ours") else style.NEUTRAL
-        hover = {"tools": ["hover"], "hover_tooltips": [("", "@who"), ("@measure", "@value")]}
-        options |= {
-            "grid": {"color": color, "alpha": 0.35, "line_width": 0.8},
-            "fill": {"color": color, "fill_alpha": 0.16, "line_alpha": 0},
-            "ours line": {"color": color, "line_width": 2},
-            "published line": {"color": color, "line_width": 1.6, "line_dash": "dashed"},
-            "ours points": {"color": color, "marker": marker, "size": 7, **hover},
-            "published points": {"color": color, "marker": marker, "size": 8, "fill_alpha": 0, **hover},
-        }[kind]
-        parts.append(element.opts(**options))
-    for element, side, level in _labels(hv, axes, texts):
-        styling = {"text_color": style.NEUTRAL, "text_font_size": f"{style.TICK_SIZE}pt"}
-        parts.append(element.opts(text_align=side, text_baseline=level, **styling, backend="bokeh"))
-    hooks = [style.dress_bokeh, _no_grid_bokeh, style.note_bokeh(texts.note)]
-    if texts.key:
-        hooks.append(style.note_bokeh(texts.key, place="below"))
-    return hv.Overlay(parts).opts(
+        draw.words(x, y, text, align=side, valign=level, size=style.TICK_SIZE)
+    return draw.panel(
         title=texts.title,
-        xlim=(-_WIDTH, _WIDTH),
-        ylim=(_LOW, _HIGH),
-        xaxis=None,
-        yaxis=None,
-        frame_width=round(_HEIGHT * 2 * _WIDTH / (_HIGH - _LOW)),
-        frame_height=_HEIGHT,
-        show_legend=False,
-        default_tools=[],
-        hooks=hooks,
-        backend="bokeh",
+        note=texts.note,
+        view=((-_WIDTH, _WIDTH), (_LOW, _HIGH)),
+        size=(round(_HEIGHT * 2 * _WIDTH / (_HIGH - _LOW)), _HEIGHT),
+        names=("", ""),
+        plane=PlaneFrame(key=texts.key, has_border=False),
     )
-
-
-def _draw_matplotlib(hv: Any, axes: list[RadarAxis], chart: RadarChart, texts: Texts) -> Any:
-    parts = []
-    own = style.model_style(chart.place)
-    marker = style.MATPLOTLIB_MARKERS[own["marker"]]
-    for kind, element in _elements(hv, axes, chart):
-        color = style.NEUTRAL if kind == "grid" else style.INK if kind.startswith("published") else own["color"]
-        options = {
-            "grid": {"color": color, "alpha": 0.35, "linewidth": 0.7},
-            "fill": {"facecolor": color, "alpha": 0.16, "edgecolor": "none"},
-            "ours line": {"color": color, "linewidth": 1.7},
-            "published line": {"color": color, "linewidth": 1.3, "linestyle": "dashed"},
-            "ours points": {"color": color, "marker": marker, "s": 20, "edgecolors": "none"},
-            "published points": {"color": "none", "marker": marker, "s": 26, "edgecolors": color, "linewidth": 1.1},
-        }[kind]
-        parts.append(element.opts(**options, backend="matplotlib"))
-    for element, side, level in _labels(hv, axes, texts):
-        level = "center" if level == "middle" else level
-        letters: dict[str, Any] = {"color": style.INK, "size": style.TICK_SIZE}
-        parts.append(element.opts(horizontalalignment=side, verticalalignment=level, **letters, backend="matplotlib"))
-    hooks = [_no_axes_matplotlib, style.title_matplotlib(texts.title, note=texts.note, key=texts.key)]
-    return hv.Overlay(parts).opts(
-        title="",
-        xlim=(-_WIDTH, _WIDTH),
-        ylim=(_LOW, _HIGH),
-        aspect="equal",
-        fig_inches=4,
-        show_legend=False,
-        hooks=hooks,
-        backend="matplotlib",
-    )
-
-
-def _no_grid_bokeh(plot: Any, element: Any) -> None:
-    plot.state.tags = [*plot.state.tags, "fixed aspect"]
-    for grid in plot.state.grid:
-        grid.visible = False
-
-
-def _no_axes_matplotlib(plot: Any, element: Any) -> None:
-    plot.handles["axis"].set_axis_off()
 
 
 #: Variables of a run other than its spectra, in the order of the columns; integers come first.

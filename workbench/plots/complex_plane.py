@@ -1,4 +1,4 @@
-"""One panel of the complex plane: unit circle, near-unit band and modes colored by depth, for both backends.
+"""One panel of the complex plane: unit circle, near-unit band and modes colored by depth.
 
 The figures, the live canvas and the timeline share its geometry; see `workbench.plots.plane_view`.
 """
@@ -6,12 +6,13 @@ The figures, the live canvas and the timeline share its geometry; see `workbench
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from workbench.plots import style
 from workbench.plots.plane_view import DENSE, band_outline, density, ring
+from workbench.plots.primitives import PlaneFrame, Primitives
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -76,40 +77,6 @@ class Scale:
 _FAINT = [np.array([[-9.0, 0.0], [9.0, 0.0]]), np.array([[0.0, -9.0], [0.0, 9.0]]), ring(0.5)]
 
 
-@dataclass(frozen=True)
-class Ground:
-    """Background of the modes, as holoviews elements without options."""
-
-    axes: list[Any]
-    band: Any
-    faint: Any
-    rings: Any
-    circle: Any
-    density: Any
-    labels: Any
-
-    @classmethod
-    def of(cls, hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], styling: PlaneStyle) -> Ground:
-        """Create the background of a panel."""
-        axes = [hv.Dimension("x", label="Re λ"), hv.Dimension("y", label="Im λ")]
-        labels, view = styling.view.labels(), styling.view
-        return cls(
-            axes=axes,
-            band=hv.Polygons([band_outline(spectra)], axes, label="near-unit band"),
-            faint=hv.Path(_FAINT, axes, label="axes"),
-            rings=hv.Path(view.rings(), axes, label="powers of ten"),
-            circle=hv.Curve(ring(1.0), *axes, label="unit circle"),
-            density=hv.RGB(
-                density_image(columns, view, styling.scale.n_layers)[::-1],  # the first row of an RGB is the highest
-                bounds=(view.real[0], view.imag[0], view.real[1], view.imag[1]),
-                kdims=axes,
-                vdims=[hv.Dimension(channel, range=(0, 255)) for channel in "RGBA"],
-                label="density",
-            ),
-            labels=hv.Labels((labels["x"], labels["y"], labels["text"]), axes, "text", label="names"),
-        )
-
-
 def density_image(columns: dict[str, np.ndarray], view: PlaneView, n_layers: int) -> np.ndarray:
     """Return the image of the density, shape (row, column, 4); transparent where each mode is drawn."""
     if len(columns["x"]) <= DENSE:
@@ -117,57 +84,64 @@ def density_image(columns: dict[str, np.ndarray], view: PlaneView, n_layers: int
     return density(columns, view, n_layers)
 
 
-def panel_bokeh(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], styling: PlaneStyle) -> Any:
-    """Return one panel for bokeh; ``columns`` are those of `mode_columns.mode_columns`."""
-    ground = Ground.of(hv, spectra, columns, styling)
-    n_modes = len(columns["x"])
-    modes = hv.Points(columns, ground.axes, [name for name in columns if name not in ("x", "y")], label="modes")
-    options = {"default_tools": [], "backend": "bokeh"}
-    hooks = [style.dress_bokeh, style.note_bokeh(styling.note)]
-    if styling.key:
-        hooks.append(style.note_bokeh(styling.key, place="below"))
-    hooks.append(style.bare_bokeh(styling.has_axis))
-    hooks.append(_axes_bokeh(styling.view))
-    if styling.row:
-        hooks.append(style.note_bokeh(styling.row, place="left"))
-    if styling.has_scale:
-        hooks.append(_scale_bokeh(styling.scale))
-    line = {"color": style.NEUTRAL, **options}
-    panel = hv.Overlay(
-        [
-            ground.band.opts(color=style.NEUTRAL, fill_alpha=0.2, line_alpha=0, **options),
-            ground.faint.opts(line_alpha=0.3, **line),
-            ground.rings.opts(line_alpha=0.45, line_dash="3 4", **line),
-            ground.circle.opts(line_width=1.4, **line),
-            ground.density.opts(**options),
-            modes.opts(
-                size=(7 if n_modes < 300 else 5.5 if n_modes < 2000 else 4) * min(1, styling.side / 240),
-                tools=list(_TOOLS),
-                hover_tooltips=_TOOLTIPS,
-                hooks=[_markers_bokeh(styling.scale)],
-                **options,
-            ),
-            ground.labels.opts(text_color=style.NEUTRAL, text_font_size=f"{style.TICK_SIZE}pt", **options),
-        ]
+def plane_panel(hv: Any, backend: str, spectra: xr.Dataset, columns: dict[str, np.ndarray], styling: PlaneStyle) -> Any:
+    """Return one panel; ``columns`` are those of `plane_view.mode_columns`."""
+    view, scale, is_bokeh = styling.view, styling.scale, backend == "bokeh"
+    draw = Primitives(hv, backend, hv.Dimension("x", label="Re λ"), hv.Dimension("y", label="Im λ"))
+    draw.area(band_outline(spectra), color=style.NEUTRAL, alpha=0.2, name="near-unit band")
+    draw.paths(_FAINT, color=style.NEUTRAL, alpha=0.3, name="axes")
+    draw.paths(view.rings(), color=style.NEUTRAL, dash="dashed", alpha=0.45, name="powers of ten")
+    draw.line(*ring(1.0).T, color=style.NEUTRAL, width=1.4, label="unit circle")
+    density = hv.RGB(
+        density_image(columns, view, scale.n_layers)[::-1],  # the first row of an RGB is the highest
+        bounds=(view.real[0], view.imag[0], view.real[1], view.imag[1]),
+        kdims=[draw.x, draw.y],
+        vdims=[hv.Dimension(channel, range=(0, 255)) for channel in "RGBA"],
+        label="density",
     )
+    draw.add(density, **cast("dict[str, Any]", {"default_tools": []} if is_bokeh else {"interpolation": "nearest"}))
+    size, n_modes = min(1, styling.side / 240), len(columns["x"])
+    if is_bokeh:
+        modes = hv.Points(
+            columns, [draw.x, draw.y], [name for name in columns if name not in ("x", "y")], label="modes"
+        )
+        size *= 7 if n_modes < 300 else 5.5 if n_modes < 2000 else 4
+        look = {"default_tools": [], "tools": list(_TOOLS), "hover_tooltips": _TOOLTIPS}
+        draw.add(modes, size=size, hooks=[_markers_bokeh(scale)], **look)
+    else:
+        paint, is_crossed = scale.paint(columns["depth"]), columns["marker"] != "circle"
+        is_hollow, is_drawn = columns["fill"] == 0, columns["edge"] > 0
+        kinds = {"unreliable": is_hollow & ~is_crossed, "reliable": ~is_hollow & ~is_crossed}
+        for label, chosen in (kinds | {"uninformative": is_crossed}).items():
+            here = chosen & is_drawn
+            mark: dict[str, Any] = {
+                "marker": "x" if label == "uninformative" else "circle",
+                "is_hollow": label == "unreliable",
+            }
+            at = columns["x"][here], columns["y"][here]
+            draw.dots(*at, color=paint[here], size=5.5 if styling.inches > 3 else 4.5, label=label, **mark)
+    labels = view.labels()
+    draw.words(labels["x"], labels["y"], labels["text"], align="center", name="names")
     if styling.word:
-        panel = panel * hv.Text(
-            styling.view.real[0] + styling.view.half, 0, styling.word, fontsize=style.TICK_SIZE
-        ).opts(text_color=style.NEUTRAL, **options)
-    view = {"xlim": styling.view.real, "ylim": styling.view.imag, "show_legend": False}
-    frame = {"frame_width": styling.side, "frame_height": styling.side, "show_grid": True}
-    return panel.opts(**view, **frame, title=styling.title, hooks=hooks, backend="bokeh")
-
-
-def _axes_bokeh(view: PlaneView) -> Any:
-    """Return a holoviews hook: numbers along the axes only where they are true to scale, and fixed proportions."""
-
-    def hook(plot: Any, element: Any) -> None:
-        plot.state.tags = [*plot.state.tags, "fixed aspect"]
-        for part in (*plot.state.axis, *plot.state.grid):
-            part.visible = view.is_near
-
-    return hook
+        draw.words(view.real[0] + view.half, 0, styling.word, align="center", size=style.TICK_SIZE)
+    frame = PlaneFrame(
+        key=styling.key,
+        key_at=-0.17 if view.is_near else -0.02,
+        row=styling.row,
+        has_axes=view.is_near,
+        inches=styling.inches,
+        hooks=[_scale_bokeh(scale) if is_bokeh else _scale_matplotlib(scale)] if styling.has_scale else [],
+    )
+    has_x, has_y = styling.has_axis
+    return draw.panel(
+        title=styling.title,
+        note=styling.note,
+        view=(view.real, view.imag),
+        size=(styling.side, styling.side),
+        names=(draw.x.label, draw.y.label),
+        bare=(not has_x, not has_y),
+        plane=frame,
+    )
 
 
 def _markers_bokeh(scale: Scale) -> Any:
@@ -190,66 +164,6 @@ def _markers_bokeh(scale: Scale) -> Any:
         renderer.selection_glyph.line_alpha = 1.0
         renderer.nonselection_glyph.update(line_alpha=0.15, fill_alpha=0.1)
         renderer.muted_glyph = renderer.hover_glyph = None
-
-    return hook
-
-
-def panel_matplotlib(hv: Any, spectra: xr.Dataset, columns: dict[str, np.ndarray], styling: PlaneStyle) -> Any:
-    """Return one panel for matplotlib; ``columns`` are those of `mode_columns.mode_columns`."""
-    ground = Ground.of(hv, spectra, columns, styling)
-    table = columns | {"paint": styling.scale.paint(columns["depth"])}
-    others = [name for name in table if name not in ("x", "y")]
-    crossed, hollow, drawn = columns["marker"] != "circle", columns["fill"] == 0, columns["edge"] > 0
-    paint = hv.dim("paint")
-    kinds = {
-        "unreliable": (hollow & ~crossed & drawn, {"marker": "o", "color": "none", "edgecolors": paint}),
-        "reliable": (~hollow & ~crossed & drawn, {"marker": "o", "color": paint, "edgecolors": "none"}),
-        "uninformative": (crossed & drawn, {"marker": "X", "color": paint, "edgecolors": "none"}),
-    }
-    options = {"backend": "matplotlib"}
-    line = {"color": style.NEUTRAL, **options}
-    elements = [
-        ground.band.opts(facecolor=style.NEUTRAL, alpha=0.2, edgecolor="none", **options),
-        ground.faint.opts(linewidth=0.8, alpha=0.35, **line),
-        ground.rings.opts(linewidth=0.8, alpha=0.5, linestyle=(0, (3, 4)), **line),
-        ground.circle.opts(linewidth=1.2, **line),
-        ground.density.opts(interpolation="nearest", **options),
-    ]
-    for label, (chosen, marker) in kinds.items():
-        points = hv.Points({name: column[chosen] for name, column in table.items()}, ground.axes, others, label=label)
-        elements.append(points.opts(s=16 if styling.inches > 3 else 11, linewidth=0.9, **marker, **options))
-    elements.append(ground.labels.opts(size=style.TICK_SIZE - 1, **(line | {"color": style.INK})))
-    if styling.word:
-        word = hv.Text(styling.view.real[0] + styling.view.half, 0, styling.word, fontsize=style.TICK_SIZE)
-        elements.append(word.opts(color=style.INK, backend="matplotlib"))
-    hooks = [
-        style.dress_matplotlib,
-        _frame_matplotlib(styling.view),
-        style.title_matplotlib(
-            styling.title, note=styling.note, key=styling.key, key_at=-0.17 if styling.view.is_near else -0.02
-        ),
-    ]
-    if styling.row:
-        hooks.append(style.row_matplotlib(styling.row))
-    if styling.has_scale:
-        hooks.append(_scale_matplotlib(styling.scale))
-    view = {"xlim": styling.view.real, "ylim": styling.view.imag, "show_legend": False}
-    if styling.view.is_near:
-        view |= {name: "bare" for name, has in zip(("xaxis", "yaxis"), styling.has_axis, strict=True) if not has}
-    else:
-        view |= {"xaxis": None, "yaxis": None}
-    frame = {"aspect": 1, "fig_inches": styling.inches}
-    return hv.Overlay(elements).opts(**view, **frame, title="", hooks=hooks, backend="matplotlib")
-
-
-def _frame_matplotlib(view: PlaneView) -> Any:
-    """Return a holoviews hook: grid and frame only where the numbers along the axes are true to scale."""
-
-    def hook(plot: Any, element: Any) -> None:
-        axis = plot.handles["axis"]
-        axis.grid(visible=view.is_near)
-        if not view.is_near:
-            axis.spines[:].set_visible(False)
 
     return hook
 

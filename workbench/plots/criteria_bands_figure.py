@@ -12,7 +12,6 @@ from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import columns_of
 from workbench.plots.primitives import Primitives
-from workbench.plots.word_columns import column_of_words
 from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
@@ -98,8 +97,8 @@ def criteria_bands(criteria: xr.Dataset, *, backend: str = "bokeh") -> Any:
                     )
         for end, sign in ((-_REACH, "‹"), (1 + _REACH, "›")):
             is_out = places == end
-            column_of_words(draw, end + math.copysign(0.1, end), height[is_out], [sign] * is_out.sum(), align="center")
-        column_of_words(draw, right + 0.12, height, texts)
+            draw.words(end + math.copysign(0.1, end), height[is_out], [sign] * is_out.sum(), align="center")
+        draw.words(right + 0.12, height, texts)
         # In a row of the frame, because text above the frame of a matplotlib figure moves with the frame's height.
         draw.words(left + 0.1, 1.0, "shaded: healthy band   compressed outside   ‹ ›: off scale")
         titles = [clipped(str(title), _LONGEST_TITLE) for title in rows["title"]]

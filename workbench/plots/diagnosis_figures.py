@@ -13,7 +13,6 @@ from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import columns_of
 from workbench.plots.primitives import Primitives, decades
-from workbench.plots.word_columns import column_of_words
 from workbench.schema.symptoms import symptom_title
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
         ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
         draw.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)
         labels = ["unknown" if np.isnan(value) else percent(value) for value in probability]
-        column_of_words(draw, np.nan_to_num(probability) + 0.015, height, labels)
+        draw.words(np.nan_to_num(probability) + 0.015, height, labels)
         panel = draw.panel(
             title="Causes by probability",
             view=((0, 1.12), (height[-1] - 0.6, 0.6)),
@@ -133,7 +132,7 @@ def evidence_bars(evidence: xr.Dataset, *, n: PositiveInt = 4, backend: str = "b
         for side, is_it in ((1, weight >= 0), (-1, weight < 0)):
             labels = [f"{value:+.2f}" for value in weight[is_it]]
             align = "left" if side > 0 else "right"
-            column_of_words(draw, weight[is_it] + 0.02 * side * reach, at[is_it], labels, align=align)
+            draw.words(weight[is_it] + 0.02 * side * reach, at[is_it], labels, align=align)
         for name, up_here in heads.items():
             draw.words(-0.98 * reach, up_here, name.replace("_", " "), is_bold=True)
         draw.bars([0.0], [up + 0.5], [0.0], [0.5], color=draw.ink, width=1.2)

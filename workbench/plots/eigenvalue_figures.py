@@ -12,7 +12,7 @@ from workbench.io.run_access import at_step, divergence_step, last_step, named_r
 from workbench.koopman.measures import remeasure
 from workbench.option_checks import PositiveInt
 from workbench.plots import style
-from workbench.plots.complex_plane import PlaneStyle, Scale, panel_bokeh, panel_matplotlib
+from workbench.plots.complex_plane import PlaneStyle, Scale, plane_panel
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import named_spectra, select_layers
 from workbench.plots.plane_view import depth_of, headline, key, mode_columns, silent_layers, view_of
@@ -103,8 +103,7 @@ def eigenvalue_map(
                 has_scale=index == min(columns, len(models)) - 1,
                 side={1: 420, 2: 300}.get(len(models), 240),
             )
-            panel = panel_bokeh if backend == "bokeh" else panel_matplotlib
-            panels.append(panel(hv, data, modes[name], styling))
+            panels.append(plane_panel(hv, backend, data, modes[name], styling))
         return style.laid_out(hv, panels, backend, n_columns=columns, tight=True, hspace=0.3, vspace=0.5)
 
 
@@ -193,8 +192,7 @@ def step_grid(
                 has_axis=(is_last_row, column == 0),
                 word=cell.word,
             )
-            panel = panel_bokeh if backend == "bokeh" else panel_matplotlib
-            panels.append(panel(hv, cell.spectra, modes[index], styling))
+            panels.append(plane_panel(hv, backend, cell.spectra, modes[index], styling))
         return style.laid_out(hv, panels, backend, n_columns=n, tight=True, hspace=0.06, vspace=0.15)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,13 +48,13 @@ class Primitives:
     ) -> None:
         """Draw a line through points; NaN interrupts it."""
         curve = self.hv.Curve((np.asarray(x, float), np.asarray(y, float)), self.x, self.y, label=label)
-        self._add(curve, **self._stroke(color, width, dash), **self._hover(tips))
+        self.add(curve, **self._stroke(color, width, dash), **self._hover(tips))
         if label:
             self._legend.append({"label": label, "color": color, "dash": dash, "width": width})
 
     def rule(self, at: float, *, dash: str = "solid") -> None:
         """Draw a horizontal gray line through the whole frame."""
-        self._add(self.hv.HLine(at), **self._stroke(style.NEUTRAL, 1, dash))
+        self.add(self.hv.HLine(at), **self._stroke(style.NEUTRAL, 1, dash))
 
     def band(self, x: Any, low: Any, high: Any, *, color: str, alpha: float = 0.18) -> None:
         """Fill the area between two lines, except where either is NaN."""
@@ -63,7 +64,7 @@ class Primitives:
             # Axes of equal dimensions are linked, so that the edges have the name of this panel's axis.
             edges = [self.hv.Dimension(edge, label=f"{edge} {self.y.label}") for edge in ("low", "high")]
             area = self.hv.Area(columns, self.x, edges)
-            self._add(area, **self._fill(color, alpha))
+            self.add(area, **self._fill(color, alpha))
 
     def bars(
         self,
@@ -72,17 +73,21 @@ class Primitives:
         x1: Any,
         y1: Any,
         *,
-        color: str,
+        color: str | Sequence[str] | np.ndarray,
         width: float = 1.6,
         dash: str = "solid",
         alpha: float = 1.0,
     ) -> None:
-        """Draw straight segments, such as intervals; those with a NaN are omitted."""
+        """Draw straight segments, such as intervals, in one color or one each; those with a NaN are omitted."""
         ends = np.array(np.broadcast_arrays(*(np.atleast_1d(np.asarray(v, float)) for v in (x0, y0, x1, y1))))
-        ends = ends[:, np.isfinite(ends).all(0)]
-        if ends.size:
-            corners = [self.x, self.y, self.hv.Dimension(f"{self.x} to"), self.hv.Dimension(f"{self.y} to")]
-            self._add(self.hv.Segments(tuple(ends), corners), **self._stroke(color, width, dash), alpha=alpha)
+        is_known = np.isfinite(ends).all(0)
+        if not is_known.any():
+            return
+        corners = [self.x, self.y, self.hv.Dimension(f"{self.x} to"), self.hv.Dimension(f"{self.y} to")]
+        data = {str(corner): end[is_known] for corner, end in zip(corners, ends, strict=True)}
+        paint, columns = self._painted(color, is_known)
+        segments = self.hv.Segments(data | columns, corners, list(columns))
+        self.add(segments, **self._stroke(paint, width, dash), alpha=alpha)
 
     def boxes(
         self,
@@ -108,14 +113,14 @@ class Primitives:
             if self.is_bokeh:  # without a line, adjacent boxes have a thin gap
                 fill |= {"line_color": self.hv.dim("fill"), "line_alpha": alpha}
         data = dict(zip([str(corner) for corner in corners], ends, strict=True)) | columns
-        self._add(self.hv.Rectangles(data, corners, list(columns)), **fill, **self._hover(tips))
+        self.add(self.hv.Rectangles(data, corners, list(columns)), **fill, **self._hover(tips))
 
     def dots(
         self,
         x: Any,
         y: Any,
         *,
-        color: str,
+        color: str | Sequence[str] | np.ndarray,
         edge: str | None = None,
         marker: str = "circle",
         size: float = 8,
@@ -130,8 +135,8 @@ class Primitives:
         Args:
             x: Horizontal positions.
             y: Vertical positions.
-            color: Color of the marker.
-            edge: Color of its edge; None selects that of the marker.
+            color: Color of all markers, or of each.
+            edge: Color of the edges; None selects that of the markers.
             marker: One of the names in `style.MODEL_MARKERS`.
             size: Diameter in pixels.
             alpha: Opacity.
@@ -146,63 +151,72 @@ class Primitives:
                 columns["fill"] = np.where(is_hollow, 0.0, 1.0)
             else:  # matplotlib draws either kind by itself
                 for chosen in (~is_hollow, is_hollow):
-                    part: dict[str, Any] = {
-                        "color": color,
-                        "edge": edge,
-                        "marker": marker,
-                        "size": size,
-                        "alpha": alpha,
-                    }
+                    part: dict[str, Any] = {"color": color, "edge": edge, "marker": marker, "size": size}
                     at = np.asarray(x, float)[chosen], np.asarray(y, float)[chosen]
                     part |= {"alpha": alpha, "is_hollow": chosen is is_hollow}
                     self.dots(*at, **part, label="" if chosen is is_hollow else label)
                 return
-        data = {str(self.x): np.asarray(x, float), str(self.y): np.asarray(y, float)} | columns
-        points = self.hv.Points(data, [self.x, self.y], list(columns), label=label)
-        rim = edge or color
+        paint, painted = self._painted(color)
+        data = {str(self.x): np.asarray(x, float), str(self.y): np.asarray(y, float)} | columns | painted
+        points = self.hv.Points(data, [self.x, self.y], [*columns, *painted], label=label)
+        rim = edge or paint
         if self.is_bokeh:
             size *= 1.35 if marker == "diamond" else 1.0  # the diamonds of bokeh are narrow
-            styling = {"fill_color": color, "line_color": rim, "marker": marker, "size": size, "line_width": 1.5}
+            styling = {"fill_color": paint, "line_color": rim, "marker": marker, "size": size, "line_width": 1.5}
             fill = self.hv.dim("fill") if isinstance(is_hollow, np.ndarray) else 0.0 if is_hollow else alpha
             styling |= {"fill_alpha": fill, "line_alpha": alpha}
         else:
             styling = {"marker": style.MATPLOTLIB_MARKERS[marker], "s": (0.62 * size) ** 2, "linewidth": 1.1}
-            styling |= {"facecolors": "none" if is_hollow else color, "edgecolors": rim, "alpha": alpha}
-        self._add(points, **styling, **self._hover(tips))
+            styling |= {"facecolors": "none" if is_hollow else paint, "edgecolors": rim, "alpha": alpha}
+        self.add(points, **styling, **self._hover(tips))
         if label:
             self._legend.append({"label": label, "color": color, "marker": marker, "edge": rim, "hollow": is_hollow})
 
+    def paths(
+        self,
+        lines: Sequence[np.ndarray],
+        *,
+        color: str,
+        width: float = 1.0,
+        dash: str = "solid",
+        alpha: float = 1.0,
+        name: str = "",
+    ) -> None:
+        """Draw several lines, each of shape (point, 2), as one element that widgets find by its name."""
+        paths = self.hv.Path(lines, [self.x, self.y], label=name)
+        self.add(paths, **self._stroke(color, width, dash), alpha=alpha)
+
+    def area(self, outline: Mapping[str, np.ndarray], *, color: str, alpha: float, name: str = "") -> None:
+        """Fill the area within the closed line through the columns ``x`` and ``y``."""
+        self.add(self.hv.Polygons([outline], [self.x, self.y], label=name), **self._fill(color, alpha))
+
     def words(
         self,
-        x: float,
-        y: float,
-        text: str,
+        x: Any,
+        y: Any,
+        text: str | Sequence[str] | np.ndarray,
         *,
         color: str | None = None,
         align: str = "left",
         valign: str = "center",
         size: float = style.TICK_SIZE - 0.5,
         is_bold: bool = False,
+        name: str = "",
     ) -> None:
-        """Write a text whose ``align`` and ``valign`` edge is at a point."""
-        word = self.hv.Labels(
-            {(str(self.x), str(self.y)): [(float(x), float(y))], "text": [text]}, [self.x, self.y], "text"
-        )
-        color, weight = color or self.ink, "bold" if is_bold else "normal"
-        styling: dict[str, Any]
+        """Write a text whose ``align`` and ``valign`` edge is at a point, or several of the same kind at once."""
+        texts = np.atleast_1d(np.asarray(text, dtype=object))
+        if not len(texts) and not name:
+            return
+        x, y, _ = np.broadcast_arrays(np.asarray(x, float), np.asarray(y, float), texts)
+        words = self.hv.Labels({str(self.x): x, str(self.y): y, "text": texts}, [self.x, self.y], "text", label=name)
+        color = color or self.ink
         if self.is_bokeh:
-            baseline = {"center": "middle"}.get(valign, valign)
-            styling = {
-                "text_align": align,
-                "text_baseline": baseline,
-                "text_color": color,
-                "text_font_size": f"{size}pt",
-            }
-            self._add(word, **styling, text_font_style=weight)
+            styling = {"text_align": align, "text_baseline": "middle" if valign == "center" else valign}
+            styling |= {"text_color": color, "text_font_size": f"{size}pt"}
+            self.add(words, **styling, text_font_style="bold" if is_bold else "normal")
         else:
-            styling = {"horizontalalignment": align, "verticalalignment": valign, "color": color, "size": size}
-            hook = weight_matplotlib(weight)
-            self._add(word, **styling, hooks=[hook])
+            styling = {"horizontalalignment": align, "verticalalignment": valign, "color": color}
+            self.add(words, **styling, size=size, hooks=[weight_matplotlib("bold")] if is_bold else [])
 
     def panel(
         self,
@@ -221,6 +235,7 @@ class Primitives:
         bounds: tuple[float, float] | None = None,
         at: tuple[int, int] | None = (0, 0),
         hooks: Sequence[Callable[..., None]] = (),
+        plane: PlaneFrame | None = None,
     ) -> Any:
         """Return everything drawn so far as a holoviews Overlay with options for this backend only.
 
@@ -240,6 +255,7 @@ class Primitives:
             at: Left and lower edge of the frame on a matplotlib figure, in the same pixels; None leaves it to
                 holoviews. bokeh ignores it.
             hooks: Further holoviews hooks for bokeh.
+            plane: Frame of a panel whose axes have the same scale, in place of ``grid``, ``bounds`` and ``at``.
         """
         note = note if isinstance(note, str) else flowed(note, n_characters=size[0] // _PIXELS_A_LETTER)
         ticks = tuple(_worded(at, form) for at, form in zip(ticks, formats, strict=True))
@@ -247,6 +263,8 @@ class Primitives:
         styling |= {"logx": is_log[0], "logy": is_log[1], "backend": self.backend}
         styling |= {key: at for key, at in zip(("xticks", "yticks"), ticks, strict=True) if at is not None}
         overlay = self.hv.Overlay(self.parts)
+        if plane is not None:
+            return overlay.opts(**styling, **plane.options(self.is_bokeh, title, note, size, bare), show_legend=False)
         if self.is_bokeh:
             of_frame = [style.bare_bokeh((not bare[0], not bare[1])), axes_bokeh(formats, is_log)]
             hooks = [style.dress_bokeh, *of_frame, *hooks]
@@ -261,10 +279,17 @@ class Primitives:
         styling |= {"title": "", "show_legend": False, "aspect": size[0] / size[1]}
         return overlay.opts(hooks=hooks, **styling)
 
-    def _add(self, element: Any, **options: Any) -> None:
+    def add(self, element: Any, **options: Any) -> None:
+        """Draw a holoviews element with options of this backend."""
         self.parts.append(element.opts(**options, backend=self.backend))
 
-    def _stroke(self, color: str, width: float, dash: str) -> dict[str, Any]:
+    def _painted(self, color: Any, chosen: Any = slice(None)) -> tuple[Any, dict[str, np.ndarray]]:
+        """Return a color as an option and, if each mark has its own, the column that it reads."""
+        if isinstance(color, str):
+            return color, {}
+        return self.hv.dim("color"), {"color": np.asarray(color, dtype=object)[chosen]}
+
+    def _stroke(self, color: Any, width: float, dash: str) -> dict[str, Any]:
         if self.is_bokeh:
             return {"color": color, "line_width": width, "line_dash": dash}
         return {"color": color, "linewidth": 0.8 * width, "linestyle": dash}
@@ -276,6 +301,55 @@ class Primitives:
 
     def _hover(self, tips: Sequence[tuple[str, str]]) -> dict[str, Any]:
         return {"tools": ["hover"], "hover_tooltips": list(tips)} if self.is_bokeh and tips else {}
+
+
+@dataclass(frozen=True)
+class PlaneFrame:
+    """Frame of a panel whose axes have the same scale; holoviews places it in the figure.
+
+    Attributes:
+        key: Lines below the frame.
+        key_at: Height of these lines on a matplotlib figure, in frames.
+        row: Bold text to the left of the frame: the name of a row of panels.
+        has_axes: Whether axes and grid are drawn.
+        has_border: Whether the left border leaves space for the numbers of an axis, also where there are none.
+        inches: Width on a matplotlib figure.
+        hooks: Further holoviews hooks.
+    """
+
+    key: str = ""
+    key_at: float = -0.17
+    row: str = ""
+    has_axes: bool = False
+    has_border: bool = True
+    inches: float = 4.0
+    hooks: Sequence[Callable[..., None]] = ()
+
+    def options(
+        self, is_bokeh: bool, title: str, note: str, size: tuple[int, int], bare: tuple[bool, bool]
+    ) -> dict[str, Any]:
+        """Return options of the overlay."""
+        if is_bokeh:
+            hooks = [style.dress_bokeh, self._frame_bokeh, style.note_bokeh(note)]
+            hooks += [style.note_bokeh(self.key, place="below")] if self.key else []
+            hooks += [style.bare_bokeh((not bare[0], not bare[1]))] if self.has_border else []
+            hooks += [style.note_bokeh(self.row, place="left")] if self.row else []
+            options = {"title": title, "frame_width": size[0], "frame_height": size[1], "default_tools": []}
+            return options | {"show_grid": True, "hooks": [*hooks, *self.hooks]}
+        hooks = [style.dress_matplotlib, self._frame_matplotlib, bare_matplotlib(bare)]
+        hooks += [style.title_matplotlib(title, note=note, key=self.key, key_at=self.key_at)]
+        hooks += [style.row_matplotlib(self.row)] if self.row else []
+        options = {"title": "", "aspect": size[0] / size[1], "fig_inches": self.inches}
+        return options | {"hooks": [*hooks, *self.hooks]}
+
+    def _frame_bokeh(self, plot: Any, element: Any) -> None:
+        plot.state.tags = [*plot.state.tags, "fixed aspect"]
+        for part in (*plot.state.axis, *plot.state.grid):
+            part.visible = self.has_axes
+
+    def _frame_matplotlib(self, plot: Any, element: Any) -> None:
+        if not self.has_axes:
+            plot.handles["axis"].set_axis_off()
 
 
 def stretches(is_in: np.ndarray) -> list[slice]:

@@ -258,6 +258,7 @@ class Drawing:
     ) -> None:
         self.hv, self.backend, self.span, self.selected = hv, backend, span, selected
         self.all_events = list(all_events)
+        self._runs = [(run_events, style.model_style(run_events.place)["color"]) for run_events in all_events]
         self._cursor: Any = None
 
     def figure(self, panels: Sequence[SignalPanel], band: str = "") -> Any:
@@ -277,21 +278,25 @@ class Drawing:
         """Draw the events, one lane per run; return the panel and its height with its texts."""
         n = len(self.all_events)
         draw = Primitives(self.hv, self.backend, "step", self.hv.Dimension("row", label="run"))
-        for index, run_events in enumerate(self.all_events):
-            row, look = n - 1 - index, style.model_style(run_events.place)
-            color = look["color"]
-            for start, stop, name in _spans(run_events):
-                of_fault: dict[str, Any] = {"columns": {"fault": [name]}, "tips": [("fault", "@fault")]}
-                draw.boxes(start, row - 0.26, stop, row + 0.26, colors=color, alpha=0.22, **of_fault)
+        rows = {id(run_events): n - 1 - index for index, run_events in enumerate(self.all_events)}
+        spans = [
+            (*span, rows[id(run_events)], color) for run_events, color in self._runs for span in _spans(run_events)
+        ]
+        if spans:
+            start, stop, names, at, colors = (np.array(column) for column in zip(*spans, strict=True))
+            look: dict[str, Any] = {"colors": colors, "columns": {"fault": names}, "tips": [("fault", "@fault")]}
+            draw.boxes(start, at - 0.26, stop, at + 0.26, alpha=0.22, **look)
+        for run_events, color in self._runs:
+            row, dash = rows[id(run_events)], style.model_style(run_events.place)["dash"]
             end = run_events.diverged.step if run_events.diverged is not None else run_events.last_step
-            draw.line([run_events.first_step, end], [row, row], color=color, dash=look["dash"], width=2)
-            self._marks(draw, run_events, row, color)
+            draw.line([run_events.first_step, end], [row, row], color=color, dash=dash, width=2)
+        self._marks(draw, rows)
         for index, run_events in enumerate(self.all_events):  # on top of everything else
             self._lead(draw, run_events, n - 1 - index)
         has_lead = any(run_events.lead is not None for run_events in self.all_events)
         view = (-0.45, n - 0.15 if has_lead else n - 0.55)
         self._mark_selected(draw, view)
-        names = [clipped(run_events.run, _LONGEST_NAME, keep_end=True) for run_events in self.all_events]
+        titles = [clipped(run_events.run, _LONGEST_NAME, keep_end=True) for run_events in self.all_events]
         lines = [part for line in accounts(self.all_events) for part in textwrap.wrap(line, _LONGEST_LINE)]
         lines += [flowed(marks_in_words(self.all_events), n_characters=_LONGEST_LINE), band]
         if self.selected is not None:
@@ -303,7 +308,7 @@ class Drawing:
             view=view,
             height=round(_ROW * (view[1] - view[0])),
             bottom=bottom,
-            ticks=[(n - 1 - index, name) for index, name in enumerate(names)],
+            ticks=[(n - 1 - index, name) for index, name in enumerate(titles)],
         )
 
     def evidence(self, run_events: RunEvents, evidence: EvidencePanel, bottom: int) -> tuple[Any, int]:
@@ -340,13 +345,16 @@ class Drawing:
             draw.line(*at, color=color, dash=look["dash"], width=1.5, label=run_events.run, tips=of_line)
             if line.has_markers:
                 draw.dots(*at, color=color, marker=look["marker"], size=6, tips=tips)
-        for line, onset, run_events in zip(panel.lines, signal.onsets, self.all_events, strict=True):
-            color = style.model_style(run_events.place)["color"]
-            if onset is not None:
-                self._alarms(draw, [onset[0]], onset[1], color)
-            if line.cross is not None:
-                step, value = line.cross
-                draw.dots([step], [float(np.clip(value, *panel.limits))], color=color, marker="x", size=12)
+        onsets = [
+            (*onset, color) for onset, (_, color) in zip(signal.onsets, self._runs, strict=True) if onset is not None
+        ]
+        self._alarms(draw, onsets)
+        crosses = [
+            (line.cross[0], float(np.clip(line.cross[1], *panel.limits)), color)
+            for line, (_, color) in zip(panel.lines, self._runs, strict=True)
+            if line.cross is not None
+        ]
+        _dots(draw, crosses, marker="x", size=12)
         note = textwrap.wrap(panel.note, _LONGEST_LINE, max_lines=3, placeholder=" …")
         title = clipped(capitalized(panel.title), 70, keep_end=True)
         frame: dict[str, Any] = {"view": panel.view, "is_log": panel.is_logarithmic, "is_last": is_last}
@@ -355,41 +363,52 @@ class Drawing:
     def _shade(self, draw: Primitives, all_events: Sequence[RunEvents], view: tuple[float, float]) -> None:
         """Shade active faults unless many runs have some, and draw the ends of lead times and the selected step."""
         is_crowded = sum(bool(run_events.faults) for run_events in all_events) >= _CROWDED  # the lanes show them too
-        for run_events in all_events:
-            color = style.model_style(run_events.place)["color"]
-            for start, stop, _ in [] if is_crowded else _spans(run_events):
-                draw.boxes(start, view[0], stop, view[1], colors=color, alpha=0.09)
-            for event, dash in landmarks(run_events):
-                draw.bars(event.step, view[0], event.step, view[1], color=color, width=1, dash=dash, alpha=0.75)
+        runs = [(run_events, style.model_style(run_events.place)["color"]) for run_events in all_events]
+        spans = [(start, stop, color) for run_events, color in runs for start, stop, _ in _spans(run_events)]
+        if spans and not is_crowded:
+            start, stop, colors = (np.array(column) for column in zip(*spans, strict=True))
+            draw.boxes(start, view[0], stop, view[1], colors=colors, alpha=0.09)
+        ends = [(event.step, dash, color) for run_events, color in runs for event, dash in landmarks(run_events)]
+        for kind in ("dashed", "dotted"):
+            if of_kind := [(step, color) for step, dash, color in ends if dash == kind]:
+                at, paint = (np.array(column) for column in zip(*of_kind, strict=True))
+                draw.bars(at, view[0], at, view[1], color=paint, width=1, dash=kind, alpha=0.75)
         self._mark_selected(draw, view)
 
     def _mark_selected(self, draw: Primitives, view: tuple[float, float]) -> None:
         if self.selected is not None:
             draw.bars(self.selected, view[0], self.selected, view[1], color=style.NEUTRAL, dash="dotted")
 
-    def _marks(self, draw: Primitives, run_events: RunEvents, row: int, color: str) -> None:
-        """Draw probes below the line of the run, and on it alarms, actions and the divergence."""
-        onsets, below = run_events.onsets, row - 0.19
-        if sound := sorted({check.step for check in run_events.checks if check.is_sound}):
-            draw.dots(sound, [below] * len(sound), color=style.NEUTRAL, size=3)
-        if found := run_events.findings:
-            at, columns = [event.step for event in found], _columns(found)
-            draw.dots(at, [below] * len(at), color=style.BROKEN, marker="square", size=7, columns=columns, tips=_TIPS)
-        later = [event.step for event in run_events.events if event.kind == "alarm" and event not in onsets]
-        draw.bars(later, row - 0.14, later, row + 0.14, color=color, width=1.2, alpha=0.7)
-        for is_established in (False, True):
-            self._alarms(draw, [event for event in onsets if event.is_established is is_established], row, color)
-        if actions := [event for event in run_events.events if event.kind == "action"]:
-            at, columns = [event.step for event in actions], _columns(actions)
-            draw.dots(at, [row] * len(at), color=color, marker="diamond", size=9, columns=columns, tips=_TIPS)
-        if run_events.diverged is not None:
-            draw.dots([run_events.diverged.step], [row], color=color, marker="x", size=12)
+    def _marks(self, draw: Primitives, rows: Mapping[int, int]) -> None:
+        """Draw probes below the lines of the runs, and on them alarms, actions and divergences; one element a kind."""
+        found: dict[str, list[tuple[Any, float, str]]] = {kind: [] for kind in ("later", "onset", "action", "end")}
+        probes: dict[bool, list[tuple[Any, float, str]]] = {True: [], False: []}
+        for run_events, color in self._runs:
+            row, onsets = rows[id(run_events)], run_events.onsets
+            sound = sorted({check.step for check in run_events.checks if check.is_sound})
+            probes[True] += [(step, row - 0.19, style.NEUTRAL) for step in sound]
+            probes[False] += [(event, row - 0.19, style.BROKEN) for event in run_events.findings]
+            for event in run_events.events:
+                if event.kind == "alarm" and event not in onsets:
+                    found["later"].append((event.step, row, color))
+                elif event.kind == "action":
+                    found["action"].append((event, row, color))
+            found["onset"] += [(event, row, color) for event in onsets]
+            if run_events.diverged is not None:
+                found["end"].append((run_events.diverged.step, row, color))
+        _dots(draw, probes[True], size=3)
+        _dots(draw, probes[False], marker="square", size=7)
+        if found["later"]:
+            at, height, colors = (np.array(column) for column in zip(*found["later"], strict=True))
+            draw.bars(at, height - 0.14, at, height + 0.14, color=colors, width=1.2, alpha=0.7)
+        self._alarms(draw, found["onset"])
+        _dots(draw, found["action"], marker="diamond", size=9)
+        _dots(draw, found["end"], marker="x", size=12)
 
-    def _alarms(self, draw: Primitives, events: Sequence[TimelineEvent], height: float, color: str) -> None:
-        if events:
-            at, columns = [event.step for event in events], _columns(events)
-            look: dict[str, Any] = {"marker": "inverted_triangle", "size": 11, "is_hollow": events[0].is_established}
-            draw.dots(at, [height] * len(at), color=color, columns=columns, tips=_TIPS, **look)
+    def _alarms(self, draw: Primitives, alarms: Sequence[tuple[TimelineEvent, float, str]]) -> None:
+        for is_established in (False, True):
+            of_kind = [alarm for alarm in alarms if alarm[0].is_established is is_established]
+            _dots(draw, of_kind, marker="inverted_triangle", size=11, is_hollow=is_established)
 
     def _lead(self, draw: Primitives, run_events: RunEvents, row: int) -> None:
         """Draw the lead time as an arrow with a label."""
@@ -458,12 +477,20 @@ def _spans(run_events: RunEvents) -> list[tuple[int, int, str]]:
     ]
 
 
-def _columns(events: Sequence[TimelineEvent]) -> dict[str, list[Any]]:
-    return {
-        "what": [", ".join(filter(None, [f"{event.kind} {event.source}", event.place])) for event in events],
-        "score": ["" if np.isnan(event.score) else f"{event.score:.3g}" for event in events],
-        "message": [event.message for event in events],
-    }
+def _dots(draw: Primitives, marks: Sequence[tuple[Any, float, str]], **look: Any) -> None:
+    """Draw one marker for each event, or step, at a height and in a color; an event has a tooltip."""
+    if not marks:
+        return
+    events, heights, colors = zip(*marks, strict=True)
+    at = [event if isinstance(event, int) else event.step for event in events]
+    if not isinstance(events[0], int):
+        look["tips"] = _TIPS
+        look["columns"] = {
+            "what": [", ".join(filter(None, [f"{event.kind} {event.source}", event.place])) for event in events],
+            "score": ["" if np.isnan(event.score) else f"{event.score:.3g}" for event in events],
+            "message": [event.message for event in events],
+        }
+    draw.dots(at, heights, color=colors if len(set(colors)) > 1 else colors[0], **look)
 
 
 def _few_ticks_bokeh(plot: Any, element: Any) -> None:
