@@ -32,8 +32,16 @@ import workbench as wb
 from workbench.io.atomic import replacing
 from workbench.rates.find_rate import SOURCES
 from workbench.rates.outcomes import design_key
-from workbench.risk.edge_model import EDGES, groups_of, in_enough_families
-from workbench.risk.edge_regression import Edges, Floats, best_penalty, fit_edges, log_likelihood
+from workbench.risk.edge_model import (
+    EDGES,
+    Edges,
+    Floats,
+    best_penalty,
+    fit_edges,
+    groups_of,
+    in_enough_families,
+    log_likelihood,
+)
 from workbench.risk.features import FEATURES, feature_table
 from workbench.risk.scores import auroc
 

@@ -35,13 +35,11 @@ import xarray as xr
 from torch import nn
 
 import workbench as wb
-from workbench.assessment.failure_modes import HealthyBand, band_of, evaluate_criteria
-from workbench.assessment.failure_modes.criteria import RATE, SLOW_RATE, STRUCTURE
-from workbench.assessment.failure_modes.criterion import Sizes
+from workbench.assessment.criteria import RATE, SLOW_RATE, STRUCTURE, Sizes
 from workbench.assessment.measured_model import PROXY_WIDTH, measured_model, planned_task, with_few_patches
 from workbench.assessment.plan_trials import rate_pilot, try_plan
 from workbench.assessment.structure import ALL, measure_structure
-from workbench.assessment.verdict import COLUMNS, column_state, verdict_of
+from workbench.assessment.verdict import COLUMNS, HealthyBand, band_of, column_state, evaluate_criteria, verdict_of
 from workbench.hardware import read_plan
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions

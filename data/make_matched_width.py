@@ -3,7 +3,7 @@
     python data/make_matched_width.py
 
 For each design, three models with the same depth, tokens and seeds are measured: a narrow model with the initialization
-of its library, a narrow model with matched variances (`workbench.scaling.width_matching`), and the design at its width.
+of its library, a narrow model with matched variances (`workbench.scaling.designs`), and the design at its width.
 Writes the measurements of `workbench.assessment.structure` to ``data/matched_width.nc``. Designs with more than a
 billion parameters are measured at a smaller width than the published one, given by the coordinate ``width``.
 """
@@ -25,7 +25,7 @@ from workbench.assessment.structure import ALL, measure_structure
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
 from workbench.scaling import Design
-from workbench.scaling.width_matching import matched_width
+from workbench.scaling.designs import matched_width
 from workbench.training.training_plan import TrainingPlan
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,7 +16,7 @@ from . import weights as weights
 from . import widgets as widgets
 from . import zoo as zoo
 from .assessment.assess import assess as assess
-from .assessment.design_comparison import compare_designs as compare_designs
+from .assessment.assess import compare_designs as compare_designs
 from .callbacks import alarms as alarms
 from .callbacks import baselines as baselines
 from .callbacks import faults as faults
@@ -59,7 +59,7 @@ from .studies import published as published
 from .studies import samples as samples
 from .studies import signals as signals
 from .studies.comparison import compare as compare
-from .sweeps.sweep_store import open_sweep as open_sweep
+from .sweeps.execution import open_sweep as open_sweep
 from .training.callback import Callback as Callback
 from .training.recording import Recording as Recording
 from .training.training_plan import TrainingPlan as TrainingPlan

@@ -7,8 +7,8 @@ import pytest
 import xarray as xr
 
 import workbench as wb
+from workbench.assessment.criteria import Sizes
 from workbench.assessment.decisions import decide
-from workbench.assessment.failure_modes.criterion import Sizes
 from workbench.assessment.verdict import FIRST_STEP
 
 
@@ -138,13 +138,6 @@ def test_if_no_rate_is_known_a_search_is_proposed(best, texts):
         "then find a peak learning rate with wb.find_rate, because the trials at 0.1 diverged and no useful rate is "
         "known"
     ]
-
-
-def test_one_rate_is_proposed():
-    tried = changes_of([("learning_rate", "0.1", "0.025"), ("warmup", "50", "100")])
-    found = decided("change", state="failing", rate=0.1, changes=tried)
-    assert found["setting"].tolist() == ["learning_rate", "warmup"]
-    assert found["text"].tolist()[0] == "lower the peak learning rate from 0.1 to 0.001, the best rate of the pilot"
 
 
 def test_a_stop_rule_from_a_proxy_model_has_no_number():

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.about import says
 from workbench.assessment.plan_trials import possible_changes, try_changes, try_plan
-from workbench.errors import OptionError
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 16, "max_length": 8}
 
@@ -66,24 +64,6 @@ def test_a_trial_trains_on_separate_batches(model, task):
 def test_a_long_warmup_is_shortened_to_half_of_a_trial(model, task):
     assert try_plan(model, task, plan(1e-3, warmup=2000), n_updates=6, n_trials=1).attrs["warmup"] == 3
     assert try_plan(model, task, plan(1e-3, warmup=2), n_updates=6, n_trials=1).attrs["warmup"] == 2
-
-
-def test_an_optimizer_object_is_rejected(model, task):
-    ready = plan(None, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(OptionError, check=says("An optimizer object cannot be tried on a copy of the model;")):
-        try_plan(model, task, ready)
-
-
-def test_changes_are_single_and_name_both_values():
-    changes = possible_changes(plan(0.1, warmup=5), best_rate=0.02)
-    assert [change.setting for change in changes] == ["clip_norm", "warmup", "kss", "learning_rate"]
-    assert changes[-1].plan.learning_rate == 0.02
-    assert (changes[1].current, changes[1].proposed) == ("5", "100")
-    assert [change.setting for change in possible_changes(plan(0.1, clip_norm=1.0), float("nan"))] == [
-        "warmup",
-        "kss",
-        "learning_rate",
-    ]
 
 
 @pytest.mark.parametrize(("best", "tried"), [(0.02, 0.02), (0.3, 0.067), (np.nan, 0.025)])

@@ -7,8 +7,7 @@ import pytest
 import xarray as xr
 
 import workbench as wb
-from workbench.assessment.assess import conclude
-from workbench.assessment.design_comparison import dominated
+from workbench.assessment.assess import conclude, dominated
 from workbench.reports.make_report import document_of
 
 pytestmark = pytest.mark.recorded

@@ -9,7 +9,7 @@ import pytest
 
 import workbench as wb
 from tests.data_scripts import FOLDER
-from workbench.assessment.failure_modes import healthy_bands
+from workbench.assessment.verdict import healthy_bands
 from workbench.schema.statuses import BAD_STATES
 
 pytestmark = pytest.mark.recorded

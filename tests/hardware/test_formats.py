@@ -11,18 +11,16 @@ from torch import nn
 
 import workbench as wb
 from tests.hardware.known_gradients import Known, batches, emulation, on_task
+from workbench.hardware.emulation import NotMeasured
 from workbench.hardware.hazards import late_gradients
-from workbench.hardware.loss_scale import (
+from workbench.hardware.number_formats import (
+    _N_RATES,
     activation_overflow,
-    dynamic_scale,
     gradient_overflow,
-    gradient_range,
     gradient_underflow,
-    octaves_of,
+    lost_updates,
     underflow_fraction,
 )
-from workbench.hardware.lost_updates import _N_RATES, lost_updates
-from workbench.hardware.share_gradients import NotMeasured
 
 BF16 = {"weight_dtype": "bfloat16", "master_weights": False}
 
@@ -84,25 +82,6 @@ def test_a_gradient_of_1e_8_underflows_in_float16_without_a_scale() -> None:
     plan = {"training": {"precision": "fp16"}, "hardware": {"loss_scale": 1}}
     assert gradient_underflow(emulation(model, plan)).effect == 1.0
     assert gradient_underflow(emulation(model, {"training": {"precision": "fp16"}})).effect == 0.0
-
-
-def test_the_range_of_formats() -> None:
-    assert octaves_of(torch.float16) == pytest.approx(40, abs=0.01)
-    assert octaves_of(torch.bfloat16) == pytest.approx(261, abs=0.01)
-    assert dynamic_scale(1.0, torch.float16) == 32768
-    assert dynamic_scale(65504.0, torch.float16) == 1
-
-
-def test_gradients_of_equal_magnitude_need_no_range() -> None:
-    finding = gradient_range(emulation(Known(), {"training": {"precision": "fp16"}}))
-    # The gradients of the parameters are 1, those of the output 1 / 8 for one example: at most a few octaves.
-    assert finding.effect < 4 / 40
-
-
-def test_the_format_with_the_narrowest_range_is_used() -> None:
-    model = Known(scale=1e-8)
-    plan = {"training": {"precision": "bf16"}, "hardware": {"gradient_dtype": "float16", "loss_scale": 1}}
-    assert gradient_underflow(emulation(model, plan)).effect == 1.0
 
 
 def test_gradients_and_activations_overflow_float16() -> None:

@@ -8,8 +8,8 @@ from torch import nn
 
 import workbench as wb
 from tests.hardware.known_gradients import Known, emulation, on_task
+from workbench.hardware.emulation import NotMeasured
 from workbench.hardware.hazards import compute_rounding, pipeline_boundaries, split_matrices, tensor_parallel
-from workbench.hardware.share_gradients import NotMeasured
 from workbench.models.anatomy import read_anatomy
 
 TINY = {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 64, "max_length": 16}

@@ -12,8 +12,7 @@ import workbench as wb
 from tests.about import about, says
 from workbench.errors import OptionError
 from workbench.hardware import read_plan
-from workbench.hardware.plan_files import AssessmentPlan
-from workbench.hardware.plan_sections import DTYPES, ORDERS, SECTIONS
+from workbench.hardware.plan import DTYPES, ORDERS
 from workbench.models.model_sizes import model_sizes
 from workbench.tasks.images import Digits
 from workbench.tasks.sequences import RandomTokens, SyntheticLM
@@ -72,14 +71,6 @@ def test_the_default_batch_can_always_be_split(ranks: int, micro: int) -> None:
     assert plan.rows_per_share * plan.n_shares == plan.batch_size
 
 
-def test_the_default_plan_and_an_existing_one() -> None:
-    plan = read_plan()
-    assert plan == AssessmentPlan()
-    assert read_plan(plan) is plan
-    assert plan.training_plan().optimizer == "AdamW"
-    assert read_plan({"training": {"optimizer": "sgd"}}).training.optimizer == "SGD"
-
-
 def test_the_training_plan_has_the_settings() -> None:
     section = {"n_steps": 7, "learning_rate": 1, "optimizer_options": {"betas": [0.9, 0.95]}, "precision": "bf16"}
     training = read_plan({"training": section}).training_plan()
@@ -95,23 +86,13 @@ def test_the_training_plan_has_the_settings() -> None:
         ({"data_parallel": 8}, "data_parallel", None),
         ({"hardware": {"n_steps": 4}}, "n_steps", None),
         ({"hardware": 3}, "hardware", 3),
-        ({"hardware": {"data_parallel": 0}}, "data_parallel", 0),
         ({"hardware": {"data_parallel": 2.4}}, "data_parallel", 2.4),
-        ({"hardware": {"data_parallel": True}}, "data_parallel", True),
         ({"hardware": {"gradient_dtype": "bloat16"}}, "gradient_dtype", "bloat16"),
-        ({"hardware": {"master_weights": 1}}, "master_weights", 1),
-        ({"hardware": {"loss_scale": "auto"}}, "loss_scale", "auto"),
         ({"hardware": {"staleness": 2}}, "staleness", 2),
         ({"hardware": {"reduction": "stale", "staleness": 0}}, "staleness", 0),
-        ({"training": {"learning_rate": float("inf")}}, "learning_rate", float("inf")),
         ({"training": {"optimizer": "AdamV"}}, "optimizer", "AdamV"),
-        ({"training": {"optimizer_options": 3}}, "optimizer_options", 3),
         ({"assessment": {"widths": [64, 64]}}, "assessment", None),
-        ({"widths": [64, 64]}, "widths", None),
-        ({"target": {"width": 0}}, "width", 0),
         ({"target": {"widht": 64}}, "widht", None),
-        ({"target": {"depth": [2, 4]}}, "depth", (2, 4)),
-        ({"budget": {"tokens": -1}}, "tokens", -1.0),
         ({"task": {"name": "associative_recal"}}, "name", "associative_recal"),
         ({"task": {"name": "random_tokens", "lenght": 2}}, "lenght", 2),
         ({"task": {"length": 2}}, "name", None),
@@ -230,7 +211,3 @@ def test_the_task_fits_the_model_and_is_small() -> None:
     assert read_plan().make_task(image_size=16, n_channels=3, n_rows=2).probe(1).shape == (1, 3, 16, 16)
     named = read_plan({"task": {"name": "associative_recall", "n_pairs": 2}}).make_task(32, max_length=12)
     assert (named.n_pairs, named.length, named.vocab_size) == (2, 12, 32)
-
-
-def test_every_section_is_a_field_of_the_plan() -> None:
-    assert set(SECTIONS) == set(AssessmentPlan.__dataclass_fields__)

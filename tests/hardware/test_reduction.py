@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.hardware.known_gradients import Known, emulation
+from workbench.hardware.emulation import GradientLayout, NotMeasured, ShareGradients, Terms, compare
 from workbench.hardware.reduction import (
     accumulation_error,
     accumulation_shrinkage,
     allreduce_error,
     allreduce_shrinkage,
     bucket_layout,
-    extrapolated,
     measure_sum,
     plan_buckets,
     reduced,
@@ -22,7 +22,6 @@ from workbench.hardware.reduction import (
     running_sum,
     tree_sum,
 )
-from workbench.hardware.share_gradients import GradientLayout, NotMeasured, ShareGradients, Terms, compare
 
 EPS = {"float32": 2**-24, "bfloat16": 2**-8, "float16": 2**-11}
 
@@ -42,10 +41,6 @@ def test_a_bfloat16_buffer_stops_at_256_ones() -> None:
     assert found.cosine == pytest.approx(1.0)
 
 
-def test_float16_stops_at_2048_ones() -> None:
-    assert running_sum(torch.ones(3000, 1), "float16").item() == 2048.0
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     n=st.integers(2, 40),
@@ -60,12 +55,6 @@ def test_sums_are_within_their_error_bound(n: int, dtype: str, order: str, seed:
     unit = EPS[dtype]
     bound = n * unit / (1 - n * unit) * terms.double().abs().sum(0)
     assert bool(((found - terms.double().sum(0)).abs() <= bound).all())
-
-
-@pytest.mark.parametrize("order", ["ring", "tree"])
-def test_integers_are_added_exactly(order: str) -> None:
-    terms = torch.randint(-8, 9, (16, 100), generator=torch.Generator().manual_seed(0)).float()
-    assert torch.equal(reduced(terms, "bfloat16", order), terms.sum(0))
 
 
 def test_a_comparison_states_the_missing_fraction_and_the_block() -> None:
@@ -108,29 +97,14 @@ def test_resampled_terms_have_the_length_and_noise_of_the_requested_examples() -
     assert float((average.square() * terms.factor).sum()) == pytest.approx(float(mean.square().sum()), rel=0.3)
 
 
-def test_measured_terms_are_the_gradients() -> None:
-    shares, _ = known_shares(16, 2)
-    generator = torch.Generator()
-    assert torch.equal(shares.terms(5, 2, generator).values, shares.values[:5])
-    grouped = shares.terms(4, 8, generator)
-    assert grouped.are_measured
-    assert torch.equal(grouped.values[1], shares.values[4:8].mean(0))
-
-
 def test_large_models_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.hardware.share_gradients.MAX_VALUES", 1000)
+    monkeypatch.setattr("workbench.hardware.emulation.MAX_VALUES", 1000)
     parameters = [torch.randn(100, 50), torch.randn(7)]
     layout = GradientLayout.of(parameters, [0, -1], 1, n_shares=4)
     assert sum(layout.sizes) <= 1000 / 4 + 2
     flat = layout.flat(parameters)
     assert float((flat.double().square() * layout.factor).sum()) == pytest.approx(5007, rel=0.25)
     assert set(layout.layer.tolist()) == {-1, 0}
-
-
-def test_a_power_law_is_extrapolated() -> None:
-    counts = [2, 4, 8, 16]
-    assert extrapolated(counts, [0.01 * n**0.5 for n in counts], 1000) == pytest.approx(0.01 * 1000**0.5)
-    assert extrapolated([2], [0.3], 100) == 0.3
 
 
 def test_accumulation_that_stops_is_shrinkage() -> None:

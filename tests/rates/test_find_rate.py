@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import workbench as wb
-from tests.about import about, says
+from tests.about import about
 from tests.rates.known_runs import KnownRuns
 from workbench.errors import OptionError
-from workbench.rates.find_rate import Estimate, extrapolated, features, furthest, longest_measured
+from workbench.rates.find_rate import Estimate, extrapolated, furthest, longest_measured
 from workbench.rates.rate_search import RateSearch, Round
 from workbench.training.training_plan import TrainingPlan
 
@@ -79,13 +79,6 @@ def test_estimates_are_distributions():
     assert found.at_most(1e-3) == Estimate(1e-3, 1e-3, 6e-3)
     assert str(found) == "0.004 (0.002-0.006)"
     assert Estimate(1.0, 1.0, 1.0).probability_below(2.0) == 1.0
-
-
-def test_features_are_length_schedule_and_width_of_the_band():
-    plans = (TrainingPlan(n_steps=200, schedule=name) for name in ("constant", "cosine"))
-    constant, cosine = (features(100, 1e-3, 2e-3, plan) for plan in plans)
-    assert constant == {"constant": 1.0, "growth": math.log(2), "decays": 0.0, "width": math.log(2)}
-    assert cosine == constant | {"decays": 1.0}
 
 
 def test_rates_are_not_extrapolated_beyond_the_measured_lengths():
@@ -194,26 +187,6 @@ def test_a_training_much_longer_than_the_pilot_has_a_caveat():
     assert not short.caveat
 
 
-def test_a_function_that_creates_models_does_not_change_the_random_state():
-    state = torch.get_rng_state()
-    models = []
-
-    def make(seed):
-        models.append(wb.zoo.transformer(**SIZE).bfloat16().float())
-        torch.nn.init.normal_(models[-1].token_embedding.weight, std=0.02)
-        return models[-1]
-
-    starts = {}
-
-    def recorded(seed):
-        starts.setdefault(seed, []).append(make(seed).token_embedding.weight.detach().clone())
-        return models[-1]
-
-    wb.find_rate(recorded, task(), n_steps=400, budget=200, progress=False)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(one, of[0]) for of in starts.values() for one in of)
-
-
 def test_data_contain_every_loss_and_the_estimates():
     found = wb.find_rate(loop=known_loop([]), n_steps=600, progress=False)
     data = found.data
@@ -229,10 +202,6 @@ def test_data_contain_every_loss_and_the_estimates():
     [
         ({}, "loop", ()),
         ({"loop": known_loop([]), "task": 1}, "loop", ("task", "loop")),
-        ({"loop": known_loop([]), "budget": 10}, "budget", 10),
-        ({"loop": known_loop([]), "n_steps": 0}, "n_steps", 0),
-        ({"loop": known_loop([]), "n_seeds": 0}, "n_seeds", 0),
-        ({"loop": known_loop([]), "start": -1.0}, "start", -1.0),
         ({"loop": known_loop([]), "schedule": "step"}, "schedule", "step"),
         ({"model": torch.nn.Linear(1, 1)}, "task", ("model",)),
         ({"loop": known_loop([]), "warmup": 5, "clip_norm": 1.0}, "warmup", 5),
@@ -249,9 +218,3 @@ def test_an_existing_optimizer_is_rejected():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(OptionError, check=about("optimizer", "SGD")):
         wb.find_rate(model, task(), n_steps=100, optimizer=optimizer, progress=False)
-
-
-def test_a_stream_that_can_be_read_only_once_is_rejected():
-    batches = (task().batch(i) for i in range(100))
-    with pytest.raises(OptionError, check=says("The data can be read only once, but every pilot run reads")):
-        wb.find_rate(wb.zoo.transformer(**SIZE), batches, n_steps=100, progress=False)

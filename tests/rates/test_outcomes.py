@@ -77,13 +77,6 @@ def test_the_best_rate_is_chosen_on_other_seeds():
     assert band.useful_edge > 1e-3
 
 
-def test_losses_within_the_resolution_are_equal():
-    loss = np.full((len(RATES), 2), 2.0)
-    loss[-1] = 3.0
-    band = useful_band(RATES, loss, loss)  # no progress in the last fifth
-    assert RATES[-2] <= band.useful_edge <= RATES[-1]
-
-
 def test_a_rate_tried_with_a_single_seed_is_not_the_best():
     loss, earlier = parabola(1e-3, seeds=(0.0, 0.1, -0.1))
     loss[7, 1:] = np.nan
@@ -97,12 +90,6 @@ def test_a_seed_without_a_reference_is_ignored():
     earlier[:, 2] = np.nan
     found = useful_band(RATES, loss, earlier)
     assert found.useful_edge == pytest.approx(expected.useful_edge)
-
-
-def test_without_a_finite_run_there_is_no_band():
-    band = useful_band(RATES, np.full((13, 2), math.inf), np.full((13, 2), math.inf))
-    assert math.isnan(band.best_rate)
-    assert math.isnan(band.useful_edge)
 
 
 def test_sensitivity_is_the_mean_excess_over_the_range():

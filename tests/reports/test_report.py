@@ -14,7 +14,7 @@ from markdown_it import MarkdownIt
 import workbench as wb
 from tests.about import about, says
 from tests.reports import made_trees
-from workbench.assessment.failure_modes.criteria import RATE
+from workbench.assessment.criteria import RATE
 from workbench.errors import SchemaError, StoreError
 from workbench.formatting import percent
 from workbench.reports import html as html_file

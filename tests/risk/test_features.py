@@ -5,7 +5,7 @@ import xarray as xr
 from tests.about import about, says
 from tests.risk.known_designs import known_designs
 from workbench.errors import OptionError, SchemaError
-from workbench.risk.features import FEATURES, as_cases, counts_as_diverged, feature_table
+from workbench.risk.features import FEATURES, counts_as_diverged, feature_table
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +69,6 @@ def test_settings_and_scalars(cases, name, changes, expected):
     assert value(cases, name, **changes) == pytest.approx(expected)
 
 
-def test_features_do_not_depend_on_names_or_on_training():
-    names = {"architecture", "family", "norm", "initialization", "init_std", "task", "study", "configuration", "cell"}
-    names |= {"grad_norm_step_100", "grad_norm_variance", "n_loss_spikes", "has_diverged", "final_loss", "accuracy"}
-    assert not names & {need for feature in FEATURES.values() for need in feature.needs}
-    assert all(feature.name == name and feature.long_name for name, feature in FEATURES.items())
-
-
 @pytest.mark.parametrize("rate", [0.0, -1e-3, np.nan, np.inf])
 def test_an_invalid_learning_rate_is_rejected_first(rate):
     only_rates = xr.Dataset(coords={"learning_rate": ("run", [0.1, rate])})
@@ -106,18 +99,6 @@ def test_values_may_be_missing_if_allowed(cases):
     # A missing variable is still an error.
     with pytest.raises(SchemaError, check=says("The cases lack logit_std; measure them with")):
         feature_table(cases.drop_vars("logit_std"), ["logit_std"], allow_missing=True)
-
-
-def test_unknown_features_are_rejected(cases):
-    for name in ("colour", "optimizer"):
-        with pytest.raises(OptionError, check=about("features", name)):
-            feature_table(cases, [name])
-
-
-def test_a_single_case_needs_no_dimension(cases):
-    assert as_cases(cases.isel(run=0)).sizes["run"] == 1
-    alone = feature_table(cases.isel(run=3), ["d_model", "near_unit_mass mean"])
-    np.testing.assert_allclose(alone, feature_table(cases, ["d_model", "near_unit_mass mean"])[[3]])
 
 
 def test_untrained_models_beyond_the_limits_count_as_diverged(cases):

@@ -1,7 +1,7 @@
 """Tests of the risk of a planned training: predictions of a fitted model, results of a pilot, printed sentences."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,10 +70,6 @@ def test_the_risk_is_that_of_the_model(model, case):
     assert isinstance(risk.useful_edge, Estimate)
 
 
-def test_a_single_case_needs_no_dimension(model, case):
-    assert wb.risk.predict(case.isel(run=0), model=model) == wb.risk.predict(case, model=model)
-
-
 def test_the_default_is_the_shipped_model(case):
     assert wb.risk.predict(case) == wb.risk.predict(case, model=wb.risk.shipped())
     at = wb.risk.over_rates(case, np.geomspace(1e-7, 100, 30))
@@ -98,50 +94,6 @@ def test_the_sentence_states_the_risk_and_the_useful_rates():
         "At a learning rate of 0.003: 12 % risk of not learning well within 12,000 updates at width 64; learns well "
         "from 0.001 (0.0005-0.002) up to 0.02 (0.01-0.05)."
     )
-
-
-def test_a_notebook_shows_the_sentence(case, model):
-    pretty = pytest.importorskip("IPython.lib.pretty").pretty
-    for result in (wb.risk.predict(case, model=model), pilot()):
-        assert pretty(result) == str(result)
-
-
-def test_the_sentence_states_why_the_risk_is_unknown(model, case):
-    wide = wb.risk.predict(case.assign_coords(d_model=("run", [4096])), model=model)
-    assert str(wide) == (
-        "At a learning rate of 0.01 the risk is unknown. The risk model was not fitted for a width of 4,096 (only 48 "
-        "to 96). Run a pilot with wb.find_rate."
-    )
-    assert all(math.isnan(getattr(wide, name).value) for name in (*OUTCOMES, *EDGES))
-
-
-def test_the_risk_of_an_untrained_model_that_counts_as_diverged_is_unknown(model, case):
-    started = wb.risk.predict(case.assign(initial_grad_norm=("run", [501.0])), model=model)
-    assert three(started.explosion) == (1, 1, 1)
-    assert str(started) == (
-        "At a learning rate of 0.01 the risk is unknown. The untrained model counts as diverged by RKSP's limits (a "
-        "loss above 50 or a gradient norm above 500), and the risk model was not fitted for such models. Run a pilot "
-        "with wb.find_rate."
-    )
-    after = wb.risk.predict(case.assign(initial_grad_norm=("run", [501.0])), pilot=pilot(), model=model)
-    assert after.failure.value == pytest.approx(0.1, abs=0.01)
-    assert after.explosion.value == 1
-
-
-@pytest.mark.parametrize(
-    ("probability", "text"),
-    [
-        (Probability(0.2, 0.05, 0.43), "20 % (5 to 43 %)"),
-        (Probability(0.02, 0.001, 0.13), "2 % (< 1 to 13 %)"),
-        (Probability(0.99, 0.98, 0.999), "99 % (98 to > 99 %)"),
-        (Probability(0.2, NAN, NAN), "20 %"),
-        (Probability(1, 1, 1), "100 %"),
-        (Probability(0.001, 0.0001, 0.002), "< 1 %"),
-        (Probability(NAN, NAN, NAN), "–"),
-    ],
-)
-def test_probabilities_are_printed_with_their_interval(probability, text):
-    assert str(probability) == text
 
 
 # ---- after a pilot
@@ -169,13 +121,6 @@ def test_after_a_pilot_an_explosion_is_not_more_probable_than_a_rate_that_is_too
         before, risk = (wb.risk.predict(at, pilot=of, model=model) for of in (None, pilot()))
         assert risk.explosion.value == min(before.explosion.value, risk.too_large.value)
         assert risk.explosion.low <= risk.explosion.value <= risk.explosion.high <= 1
-
-
-def test_with_equal_edges_the_probability_of_failure_is_at_most_one(model, case):
-    equal = pilot(slow=(0.01, 1e-3, 0.1), edge=(0.01, 1e-3, 0.1))
-    for rate in (1e-4, 0.01, 1.0):
-        at = case.assign_coords(learning_rate=("run", [rate]))
-        assert wb.risk.predict(at, pilot=equal, model=model).failure.value == pytest.approx(1, abs=1e-5)
 
 
 def test_a_pilot_is_used_outside_of_the_fit(model, case):
@@ -220,12 +165,6 @@ def test_over_rates_equals_the_risk_at_each_rate(model, case, given):
     assert found["useful_edge"].dims == ()
 
 
-def test_over_rates_states_why_the_risk_is_unknown(model, case):
-    found = wb.risk.over_rates(case.assign_coords(n_steps=("run", [9])), [0.1, 0.2], model=model)
-    assert found.attrs["reason"] == "The risk model was not fitted for training over 9 updates (only 240 to 480)."
-    assert found["failure"].isnull().all()
-
-
 def test_the_risk_of_a_new_model_from_measurement_to_prediction():
     network = wb.zoo.transformer(d_model=64, n_layers=2, n_heads=2, vocab_size=16, max_length=16)
     task = wb.tasks.associative_recall(length=16, vocab_size=16, n_pairs=3, batch_size=8)
@@ -242,7 +181,6 @@ def test_the_risk_of_a_new_model_from_measurement_to_prediction():
     ("call", "error", "name", "value"),
     [
         (lambda c: wb.risk.predict(c.isel(run=[0, 0])), SchemaError, "case", 2),
-        (lambda c: wb.risk.over_rates(c.isel(run=[0, 0]), [0.1]), SchemaError, "case", 2),
         (lambda c: wb.risk.over_rates(c, []), OptionError, "rates", ()),
         (lambda c: wb.risk.over_rates(c, [0.1, -0.1]), OptionError, "learning_rate", -0.1),
         (
@@ -252,29 +190,8 @@ def test_the_risk_of_a_new_model_from_measurement_to_prediction():
             0.0,
         ),
         (lambda c: wb.risk.predict(c.drop_vars("scale_response")), SchemaError, "scale_response", None),
-        (lambda c: wb.risk.predict(c.drop_vars("n_steps")), SchemaError, "n_steps", None),
     ],
 )
 def test_invalid_cases_are_rejected(case, call, error, name, value):
     with pytest.raises(error, check=about(name, value)):
         call(case)
-
-
-def test_the_shipped_model_is_complete():
-    shipped = wb.risk.shipped()
-    assert shipped is wb.risk.shipped()  # read once
-    assert shipped.about["n_families"] >= 3
-    assert {"AdamW with norm", "AdamW without norm"} <= set(shipped.groups)
-    assert set(shipped.measured) == {"d_model", "n_layers", "n_steps"}
-    for edge in EDGES:
-        assert len(shipped.fits[edge]) > 50
-        assert 0.05 < shipped.deviations[edge] < 5
-        n_coefficients = len(shipped.features) + len(shipped.groups)
-        assert all(len(one.coefficients) == n_coefficients for one in shipped.fits[edge])
-    assert {field.name for field in fields(wb.risk.Risk)} >= {*OUTCOMES, *EDGES}
-
-
-def test_the_caveat_of_a_pilot_is_part_of_the_sentence(model, case):
-    longer = case.assign_coords(n_steps=("run", [3000]))
-    risk = wb.risk.predict(longer, pilot=replace(pilot(), n_steps=3000), model=model)
-    assert str(risk).endswith("was measured up to 2,000 updates; beyond that, it is extrapolated.")

@@ -8,11 +8,9 @@ import torch
 from torch import nn
 
 import workbench as wb
-from tests.about import about
 from tests.data_scripts import load_script
 from workbench.assessment.structure import NUMBERS, OUTPUTS, WIDTH_ERRORS
-from workbench.errors import OptionError
-from workbench.scaling.width_matching import matched_width
+from workbench.scaling.designs import matched_width
 
 TINY = {"vocab_size": 32, "max_position_embeddings": 32}
 
@@ -108,18 +106,6 @@ def test_gains_of_a_chain_are_those_of_the_target(spread):
     gain = 1 + (spread**2 * 1024 if spread else 1.5**2)
     found = np.exp(np.mean([np.log(flow["state_rms"].values[-1] / flow["state_rms"].values[0]) for flow in flows]))
     assert found == pytest.approx(gain**2, rel=0.1)
-
-
-def test_the_random_state_and_a_model_of_the_target_width_are_not_changed():
-    of = wb.design({"family": "transformer", "d_model": 32, "n_heads": 2, "n_layers": 2})
-    state = torch.get_rng_state()
-    same = matched_width(of, 32, seed=5)
-    matched_width(of, 16)
-    assert torch.equal(state, torch.get_rng_state())
-    for parameter, other in zip(same.parameters(), of.build(seed=5).parameters(), strict=True):
-        assert torch.equal(parameter, other)
-    with pytest.raises(OptionError, check=about("width", 64)):
-        matched_width(of, 64)
 
 
 @pytest.mark.recorded

@@ -5,14 +5,12 @@ import math
 import pytest
 import torch
 
-import workbench as wb
 from tests.about import about, says
 from tests.models.model_families import BY_NAME, FAMILIES
 from workbench.errors import OptionError
-from workbench.scaling.design_sources import LARGEST_CHUNK, resized
-from workbench.scaling.designs import design
+from workbench.scaling.design_sources import LARGEST_CHUNK
+from workbench.scaling.designs import design, matched_width
 from workbench.scaling.transformers_source import misfit
-from workbench.scaling.width_matching import matched_width
 
 
 def narrow(name, width=64, depth=4, **options):
@@ -182,13 +180,6 @@ def test_a_model_without_a_head_receives_one(name, kind):
     assert type(design(config).build()).__name__ == kind
 
 
-def test_the_number_of_classes_can_be_chosen():
-    of, model = narrow("vit-b-16")
-    assert (of.vocabulary, of.n_classes, of.describe()["image_size"]) == (None, 1000, 224)
-    assert model.classifier.weight.shape == (32, 64)
-    assert of.n_weights() == 86_567_656
-
-
 def test_configurations_of_parts_and_stages_are_rejected():
     import transformers
 
@@ -268,13 +259,3 @@ def test_fan_ins_of_the_design_are_those_of_its_target_width():
     # The rank of 128 is reduced to 8, the minimum, and not to 4: the fan-in must be read from the target.
     assert unmodified.shape[1] == 8
     torch.testing.assert_close(matched, unmodified * math.sqrt(128 / 8))
-
-
-def test_the_configuration_itself_is_not_changed():
-    import transformers
-
-    config = transformers.LlamaConfig(vocab_size=32)
-    before = config.to_dict()
-    resized(config, 128, 2, 16)
-    assert config.to_dict() == before
-    assert wb.design(config).width == 4096

@@ -90,27 +90,6 @@ def test_a_sweep_whose_process_is_killed_continues(cluster, sequential, tmp_path
 
 
 @pytest.mark.slow
-def test_a_finished_sweep_starts_no_process(tmp_path, monkeypatch):
-    runs = small_grid(seed=[0])
-    first = run_sequentially(runs, tmp_path / "a.zarr")
-    monkeypatch.setattr("distributed.LocalCluster.__init__", lambda *_, **__: pytest.fail("a cluster was started"))
-    again = wb.sweeps.run(runs, tmp_path / "a.zarr")
-    xr.testing.assert_identical(first, again)
-
-
-@pytest.mark.slow
-@pytest.mark.subprocess
-def test_progress_and_dashboard_are_reported(cluster, tmp_path):
-    from distributed import Client
-
-    messages = []
-    with Client(cluster, set_as_default=False) as client:
-        wb.sweeps.run(small_grid(seed=[0])[:1], tmp_path / "a.zarr", scheduler=client, progress=messages.append)
-        assert client.status == "running"  # the client belongs to the caller
-        assert messages == ["starting", f"dashboard at {client.dashboard_link}", "1 of 1 run"]
-
-
-@pytest.mark.slow
 @pytest.mark.subprocess
 def test_a_sweep_that_is_stopped_ends_at_once_and_continues_later(cluster, sequential, tmp_path):
     path, place = tmp_path / "a.zarr", Path(__file__).with_name("interrupted_sweep.py")
@@ -154,7 +133,6 @@ def test_a_scheduler_that_does_not_answer_is_named(tmp_path, monkeypatch):
         ([], {}, "runs", ()),
         ([1], {}, "runs", 1),
         (small_grid(seed=[0]) * 2, {}, "runs", (0, 4)),
-        (small_grid(seed=[0]), {"n_workers": 0}, "n_workers", 0),
         (small_grid(seed=[0]), {"n_workers": 2, "scheduler": "tcp://a:1"}, "n_workers", 2),
     ],
 )

@@ -1,5 +1,3 @@
-import dataclasses
-import inspect
 import math
 
 import numpy as np
@@ -9,9 +7,8 @@ from pytorch_optimizer import SAM
 from torch import nn
 
 import workbench as wb
-from tests.about import about
 from tests.sweeps.small_sweeps import SIZE, TASK, my_model
-from workbench.errors import AnatomyError, OptionError
+from workbench.errors import AnatomyError
 from workbench.schema.sweeps import MEASURES, SETTINGS
 from workbench.sweeps.case_measures import pilot_rate
 from workbench.training.training_plan import TrainingPlan
@@ -117,12 +114,6 @@ def test_an_optimizer_of_several_gradients_cannot_be_tried(optimizer):
     assert case["initial_grad_norm"].item() == pytest.approx(5)
 
 
-def test_without_a_pilot_its_rate_is_nan():
-    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, runs_pilot=False, **PLAN)
-    assert math.isnan(case["rehearsed_rate"].item())
-    assert math.isfinite(case["breaking_rate"].item())
-
-
 def test_clipping_and_other_optimizers_take_part_in_the_trial():
     def rates(**plan):
         case = wb.sweeps.measure_case(
@@ -203,36 +194,6 @@ def test_replanning_with_another_optimizer_discards_the_trial_update():
     assert np.isnan(case["overshoot_rate"].item())
     assert np.isnan(case["rehearsed_rate"].item())
     assert np.isfinite(case["initial_grad_norm"].item())
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"learning_rate": 0.0}, {"learning_rate": math.nan}, {"schedule": "zigzag"}],
-)
-def test_invalid_plans_are_rejected(changes):
-    (name,) = changes
-    with pytest.raises(OptionError, check=about(name)):
-        wb.sweeps.measure_case(model(), task(), **{**PLAN, **changes})
-    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, takes_gradients=False, **PLAN)
-    with pytest.raises(OptionError, check=about(name)):
-        wb.sweeps.replan(case, **changes)
-
-
-def test_the_settings_of_a_case_are_those_of_a_training_plan():
-    fields = {item.name: item.default for item in dataclasses.fields(TrainingPlan) if item.name != "optimizer_options"}
-    own = inspect.signature(wb.sweeps.measure_case).parameters
-    for name, default in fields.items():
-        assert own[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert (own[name].default is inspect.Parameter.empty) == (default is dataclasses.MISSING)
-        assert default is dataclasses.MISSING or own[name].default == default
-    assert own["optimizer_options"].default is None
-
-
-def test_disabling_clipping_is_a_change():
-    plan = {**PLAN, "clip_norm": 1.0}
-    case = wb.sweeps.measure_case(model(), task(), n_snapshots=64, takes_gradients=False, **plan)
-    assert wb.sweeps.replan(case, n_steps=9)["clip_norm"].item() == 1
-    assert np.isnan(wb.sweeps.replan(case, clip_norm=None)["clip_norm"].item())
 
 
 def test_a_model_without_a_residual_stream_is_rejected():

@@ -10,7 +10,6 @@ import workbench as wb
 from tests.about import about
 from tests.sweeps.small_sweeps import SIZE, TASK, small_grid
 from workbench.errors import OptionError
-from workbench.schema.sweeps import CURVES, MEASURES, OUTCOMES, SETTINGS
 from workbench.sweeps.execution import count_spikes, outcome
 
 pytestmark = pytest.mark.medium
@@ -19,11 +18,6 @@ pytestmark = pytest.mark.medium
 @pytest.fixture(scope="module")
 def rows():
     return [wb.sweeps.make_run(run.as_dict()) for run in small_grid(seed=[0])]
-
-
-def test_a_row_has_all_variables(rows):
-    for row in rows:
-        assert set(row) == {*SETTINGS, *MEASURES, *OUTCOMES, *CURVES}
 
 
 def test_its_outcome_is_that_of_train(rows):

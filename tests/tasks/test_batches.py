@@ -59,13 +59,6 @@ def test_masks_are_inputs_and_mask_targets():
     assert targets.tolist() == [[6, 7, -100, -100], [-100, 2, 3, -100]]
 
 
-def test_labels_of_rows_are_classes():
-    mask = torch.ones_like(TOKENS)
-    inputs, targets = as_batch({"input_ids": TOKENS, "attention_mask": mask, "label": [1, 0]})
-    assert targets.tolist() == [1, 0]
-    assert torch.equal(inputs["input_ids"], TOKENS)
-
-
 def test_the_loss_is_that_of_hugging_face():
     """Oracle: the loss that a model of transformers computes from the same labels and mask."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -116,9 +109,6 @@ def test_states_are_counted():
     assert n_states(torch.zeros(3, 1, 8, 8)) == 48
     assert n_states(torch.zeros(3, 5, 16)) == 15
     assert n_states(torch.zeros(3, 16)) == 3
-
-
-INPUTS = ("input_ids", "pixel_values", "images")
 
 
 @pytest.mark.parametrize(

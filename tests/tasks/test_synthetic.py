@@ -56,15 +56,6 @@ def sequences(task, n):
     return torch.cat([tokens, targets[:, -1:]], dim=1)[:n].tolist()
 
 
-def test_the_parser_recognizes_patterns():
-    assert most_tokens_with_a_pattern([11, 15, 11, 15, 11, 15, 30, 31, 32, 33, 34, 35]) == 12
-    assert most_tokens_with_a_pattern([50, 17, 93, 41, 65, 20, 21, 22, 23, 24, 99, 12, 57, 31, 18]) == 5
-    assert most_tokens_with_a_pattern([11, 19, 13]) == 0
-    assert not is_repetition([11, 12, 11])
-    assert not is_integer_run([11, 12, 13, 14])
-    assert not is_integer_run([11, 12, 13, 14, 16])
-
-
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_every_sequence_is_tiled_by_the_three_kinds(split):
     """The parser finds at least as many tokens in repetitions and integer runs as were generated."""

@@ -20,6 +20,9 @@ from torch.utils.data import (
 )
 
 import workbench as wb
+from tests.about import about, says
+from workbench.errors import WorkbenchError
+from workbench.tasks.images import Digits
 from workbench.tasks.task import mixed_seed
 
 N_ROWS, LENGTH = 22, 6
@@ -229,12 +232,6 @@ def test_random_numbers_of_workers_are_reproducible(persistent_workers):
     assert random_states() == before
 
 
-@pytest.mark.medium
-def test_the_order_is_the_same_with_and_without_workers():
-    loaders = [DataLoader(DATA, 8, shuffle=True, num_workers=n) for n in (0, 2)]
-    assert first(wb.tasks.as_task(loaders[0]), 7) == first(wb.tasks.as_task(loaders[1]), 7)
-
-
 @pytest.mark.slow
 @pytest.mark.subprocess
 def test_another_process_continues_where_this_one_stopped():
@@ -253,27 +250,7 @@ def test_another_process_continues_where_this_one_stopped():
     assert done.stdout.splitlines() == expected
 
 
-def test_a_step_with_dropout_draws_the_same_numbers_as_without_a_loader():
-    torch.manual_seed(0)
-    expected = [torch.rand(3).tolist() for _ in range(4)]
-    torch.manual_seed(0)
-    stream = make_task(SOURCES["loader of a noisy dataset"]).stream()
-    found = []
-    for _ in range(4):
-        next(stream)
-        found.append(torch.rand(3).tolist())
-    assert found == expected
-
-
 # Kinds of sources
-
-
-def test_a_task_is_returned_unchanged():
-    task = wb.tasks.random_tokens()
-    assert wb.tasks.as_task(task) is task
-    mine = wb.tasks.as_task(ROWS)
-    assert wb.tasks.as_task(mine) is mine
-    assert isinstance(mine, wb.tasks.Task)
 
 
 def test_both_formats_of_a_hugging_face_dataset_agree():
@@ -351,11 +328,6 @@ def test_a_probe_is_the_same_at_any_time(make):
     assert 40 <= probe.numel() < 40 + 5 * LENGTH
 
 
-def test_a_probe_does_not_repeat_the_first_batches_of_training():
-    task = make_task(SOURCES["shuffling loader"])
-    assert task.probe(5 * LENGTH).tolist() != first(task, 1)[0]
-
-
 def test_a_probe_larger_than_the_data_has_all_rows_once():
     probe = make_task(SOURCES["torch dataset"]).probe(10**6)
     assert sorted(probe[:, 0].tolist()) == list(range(N_ROWS))
@@ -377,13 +349,6 @@ def test_unmasked_batches_of_other_lengths_are_omitted_from_the_probe():
     assert probe.tolist() == [[3, 3, 3]] * 4
 
 
-def test_a_probe_can_be_profiled():
-    """The profile has the requested number of states."""
-    model = wb.zoo.transformer(d_model=8, n_heads=2, n_layers=2, vocab_size=1000, max_length=LENGTH)
-    probe = make_task(SOURCES["hugging face"]).probe(100)
-    assert wb.profile(model, probe, n_snapshots=100, progress=False).attrs["n_snapshots"] == 100
-
-
 def test_descriptions_distinguish_data_and_orders():
     described = make_task(SOURCES["torch dataset"]).describe()
     assert described.items() >= {"task": "data", "source": "TensorDataset", "batch_size": 5, "seed": 1}.items()
@@ -392,3 +357,108 @@ def test_descriptions_distinguish_data_and_orders():
     others = [make_task(SOURCES["torch dataset"], seed=2), make_task(lambda: TensorDataset(ROWS + 1))]
     assert all(other.describe()["first_batch"] != described["first_batch"] for other in others)
     assert all(isinstance(value, str | int) for value in described.values())
+
+
+# Sources that can be read once
+
+
+def test_a_generator_is_read_once_from_its_beginning():
+    task = wb.tasks.as_task(batch for batch in ROWS.split(5))
+    assert [len(inputs) for inputs, _ in task.stream()] == [5, 5, 5, 5, 2]
+    with pytest.raises(WorkbenchError, check=says("A one-shot source can be read only once and from the")):
+        task.stream()
+    with pytest.raises(WorkbenchError, check=says("A one-shot source can be read only once and from the")):
+        wb.tasks.as_task(iter(ROWS.split(5))).stream(3)
+    assert wb.tasks.as_task(iter(ROWS.split(5))).describe()["is_one_shot"] is True
+
+
+def test_a_generator_draws_from_its_own_stream():
+    def batches():
+        while True:
+            yield torch.randint(1000, (2, 3))
+
+    before = random_states()
+    found = first(wb.tasks.as_task(batches(), seed=1), 4)
+    disturb()
+    assert first(wb.tasks.as_task(batches(), seed=1), 4) == found
+    assert first(wb.tasks.as_task(batches(), seed=2), 4) != found
+    assert random_states() != before  # because of disturb()
+    before = random_states()
+    first(wb.tasks.as_task(batches()), 4)
+    assert random_states() == before
+
+
+def test_the_probe_of_a_generator_removes_no_batches():
+    task = wb.tasks.as_task(iter(ROWS.split(5)))
+    probe = task.probe(50)
+    assert probe.tolist() == ROWS[:10].tolist()
+    assert torch.cat([inputs for inputs, _ in task.stream()]).tolist() == ROWS.tolist()
+    assert torch.equal(task.probe(50), probe)
+    with pytest.raises(WorkbenchError, check=says("tokens; request the probe before training, or pass a source")):
+        task.probe(100)
+    short = wb.tasks.as_task(iter(ROWS.split(5)))
+    assert short.probe(10**6).tolist() == ROWS.tolist()
+    short.stream()
+    assert short.probe(10**6).tolist() == ROWS.tolist()
+
+
+# Invalid sources and requests
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("some text", says("The source is text; expected token ids, a dataset, a")),
+        (Digits, says("The source is the class Digits; expected token ids, a")),
+        (wb.tasks.digits, about("source", "function")),
+        (7, about("source", 7)),
+        (
+            datasets.DatasetDict({"train": hugging_face(), "test": hugging_face()}),
+            says("The source is a DatasetDict with the entries train, test;"),
+        ),
+        ({"input_ids": ROWS}, says("The source is a dict with the entries input_ids; pass one")),
+        ([], says("The source is empty; pass at least one batch or row.")),
+        (hugging_face().select([]), says("The source is empty; pass at least one batch or row.")),
+        (DataLoader(DATA, 50, drop_last=True), says("The source is empty; pass at least one batch or row.")),
+        (iter([]), says("The source is empty; pass at least one batch or row.")),
+        (["some", "text"], says("the rows hold a str that cannot be converted to a tensor")),
+        (
+            hugging_face().remove_columns("input_ids"),
+            says("Rows must have a column input_ids, pixel_values or images,"),
+        ),
+        (
+            datasets.Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5]]}),
+            says("expected equal lengths, so pad or truncate the rows (with a"),
+        ),
+        (hugging_face().to_iterable_dataset(), says("expected (batch, token); combine single rows to batches")),
+        (DataLoader(hugging_face(), 5), says("input_ids is a list of tensors, which may be transposed;")),
+    ],
+)
+def test_unusable_sources_are_rejected(source, error):
+    with pytest.raises(WorkbenchError, check=error):
+        wb.tasks.as_task(source)
+
+
+def test_a_source_that_is_empty_in_the_second_epoch_is_rejected_then():
+    class Exhausted:
+        def __init__(self):
+            self.batches = iter(ROWS.split(5))
+
+        def __iter__(self):
+            yield from self.batches
+
+    stream = wb.tasks.as_task(Exhausted()).stream()
+    with pytest.raises(WorkbenchError, check=says("pass one that can be read repeatedly.")):
+        list(islice(stream, 9))
+
+
+def test_an_error_within_the_source_restores_the_random_states():
+    class Broken(NoisyRows):
+        def __getitem__(self, i):
+            super().__getitem__(i)
+            raise OSError("disk")
+
+    before = random_states()
+    with pytest.raises(OSError, match="disk"):
+        wb.tasks.as_task(Broken())
+    assert random_states() == before

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from workbench.errors import StoreError
 from workbench.formatting import duration
-from workbench.hardware.plan_sections import SECTIONS
+from workbench.hardware.plan import SECTIONS
 from workbench.io.files import FileKind
 from workbench.io.training_logs import is_log
 from workbench.models.state_files import STATE_SUFFIXES

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
+from workbench.assessment.criteria import Sizes
 from workbench.assessment.decisions import decide
-from workbench.assessment.failure_modes import evaluate_criteria
-from workbench.assessment.failure_modes.criterion import Sizes
 from workbench.assessment.measured_model import (
     MeasuredModel,
     flops_per_token,
@@ -35,10 +36,12 @@ from workbench.assessment.plan_trials import (
     try_plan,
 )
 from workbench.assessment.structure import measure_structure, with_standard_start
-from workbench.assessment.verdict import column_state, summary_of, verdict_of
-from workbench.errors import AnatomyError
+from workbench.assessment.verdict import column_state, evaluate_criteria, summary_of, verdict_of
+from workbench.callbacks.train import train
+from workbench.errors import AnatomyError, OptionError
+from workbench.formatting import counted
 from workbench.hardware import assess_hardware, read_plan
-from workbench.hardware.plan_files import AssessmentPlan
+from workbench.hardware.plan import AssessmentPlan
 from workbench.io.progress import Progress
 from workbench.io.provenance import versions
 from workbench.koopman.spectra import RankWarning
@@ -49,15 +52,14 @@ from workbench.models.profile import profile
 from workbench.option_checks import Seed, checked
 from workbench.rates.find_rate import is_of_adam
 from workbench.schema.runs import SCHEMA_VERSION
-from workbench.schema.statuses import BAD_STATES
+from workbench.schema.statuses import BAD_STATES, Verdict
 from workbench.tasks import as_task
-from workbench.training.training_plan import DEFAULT_RATE, TrainingPlan
+from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
     import xarray as xr
-    from torch import Tensor
+    from torch import Tensor, nn
 
-    from workbench.tasks import Task
 
 #: Parts of every assessment, and the percentage of the total time that each usually takes.
 PARTS = {
@@ -94,7 +96,7 @@ def assess(
 
     - The *structure*: measurements of freshly initialized models that do not depend on the scale of the residual stream
       are compared with those of designs that are known to have trained (``data/README.md``). Here a proxy model has all
-      blocks of the design, and its matrices have the variances of the full width (`workbench.scaling.width_matching`).
+      blocks of the design, and its matrices have the variances of the full width (`workbench.scaling.designs`).
     - The *plan*: a pilot finds the useful learning rates, and trials at the planned rate show whether it diverges. Here
       a proxy model has at most four blocks and the initialization of its library. Its rates are larger by the ratio of
       the widths (the rule for Adam), and the error of that rule widens their intervals.
@@ -160,10 +162,71 @@ def assess_measured(
     """Assess a model that has been built, with a plan that has been checked against it; see `assess`."""
     import xarray as xr
 
-    start = time.monotonic()
-    bench = _Bench.of(measured, task, plan, loss, seed)
-    tree = xr.DataTree.from_dict(_measured(bench, bar))
-    sizes = _sizes(measured, tree["flow"].sizes["layer"] if "flow" in tree else 0, plan)
+    start, model = time.monotonic(), measured.model
+    if task is None:
+        task = planned_task(model, plan, seed=seed, loss=loss)
+    else:
+        require_loss(model, task := as_task(task), loss)
+    training = plan.training_plan()
+    training = replace(training, learning_rate=training.learning_rate or DEFAULT_RATE)
+    target, depth = plan.target.width or measured.target_width, plan.target.depth or measured.target_depth
+    width_ratio = 1.0 if target is None or measured.width is None else target / measured.width
+    # A narrower model is tried at a larger rate, and not at all if no rule for that rate is known.
+    on_trial = replace(training, learning_rate=(training.learning_rate or DEFAULT_RATE) * width_ratio)
+    parts: dict[str, xr.Dataset] = {}
+
+    def begin(part: str) -> None:
+        bar.total = (bar.total or 0) + _FURTHER.get(part, 0)
+        bar.begin(part, (PARTS | _FURTHER)[part])
+
+    def structure(models: Iterable[nn.Module]) -> tuple[xr.Dataset, xr.Dataset | None]:
+        """Measure freshly initialized models on a few examples of each of the first two batches."""
+        batches = [
+            tuple(take_examples(part, slice(0, N_EXAMPLES)) for part in batch)
+            if isinstance(batch[0], torch.Tensor)
+            else batch
+            for batch in itertools.islice(task.stream(0), 2)
+        ]
+        return measure_structure(models, batches[0], batches[-1][0], training, width_ratio=width_ratio, loss=loss)
+
+    def standard_start() -> xr.Dataset:
+        begin("a standard initialization")
+        blocks = depth or model_sizes(model).depth or 1
+        return structure(with_standard_start(each, blocks) for each in measured.siblings(1, depth))[0]
+
+    def changes(tree: xr.DataTree) -> xr.Dataset:
+        begin("changes to the plan")
+        tried = possible_changes(on_trial, float(tree["pilot"].to_dataset()["best_rate"]) * width_ratio)
+        number = itertools.count()
+
+        def report(change: str) -> None:
+            bar.step(change, next(number) / len(tried))
+
+        return try_changes(model, task, tried, n_updates=N_UPDATES, loss=loss, report=report)
+
+    begin("structure")
+    parts["/structure"], flow = structure(measured.siblings(N_SEEDS, depth))
+    if flow is not None:
+        parts["/flow"] = flow
+        begin("spectra")
+        # The flow of some models can be read although their spectra cannot, because blocks exchange further states.
+        with suppress(AnatomyError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
+            parts["/spectra"] = profile(
+                measured.fresh(depth=depth), task.probe(N_SNAPSHOTS), n_snapshots=N_SNAPSHOTS, seed=seed, progress=False
+            )
+    begin("useful rates")
+    parts["/pilot"] = rate_pilot(
+        model, task, training, width_ratio=width_ratio, loss=loss, on_update=_progress_of(bar, BUDGET)
+    )
+    if width_ratio == 1 or is_of_adam(training.optimizer):
+        begin("trials of the first updates")
+        after_update = _progress_of(bar, N_TRIALS * N_UPDATES)
+        parts["/trials"] = try_plan(model, task, on_trial, loss=loss, on_update=after_update)
+    begin("number formats and devices")
+    parts["/hardware"] = assess_hardware(model, task, plan, seed=seed, loss=loss, on_hazard=bar.step)
+    tree = xr.DataTree.from_dict(parts)
+    sizes = _sizes(measured, flow.sizes["layer"] if flow is not None else 0, plan)
     tree.attrs = {
         "kind": "assessment",
         "subject": measured.name,
@@ -171,23 +234,20 @@ def assess_measured(
         "n_weights": measured.n_weights,
         **sizes.attributes,
         "has_own_weights": int(measured.is_own),
-        "task": json.dumps(bench.task.describe(), default=str),
+        "task": json.dumps(task.describe(), default=str),
         "steps_in_budget": steps_in_budget(plan, flops_per_token(measured, plan)),
         "seed": seed,
         "versions": versions(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "schema_version": SCHEMA_VERSION,
     }
-    conclude(tree, plan, try_changes=lambda tree: bench.changes(tree, bar), try_start=lambda: bench.other_start(bar))
+    conclude(tree, plan, try_changes=changes, try_start=standard_start)
     tree.attrs["duration"] = time.monotonic() - start
     return tree
 
 
 def _sizes(measured: MeasuredModel, n_blocks: int, plan: AssessmentPlan) -> Sizes:
-    """Return the sizes of the subject and of the measured model.
-
-    If the depth of the design is unknown, it is the number of observed blocks.
-    """
+    """Return the sizes of the subject and of the measured model; an unknown depth is the number of observed blocks."""
     width = measured.width or int(model_sizes(measured.model).width or 0)
     run = width, measured.depth or n_blocks
     target = (
@@ -201,126 +261,6 @@ def _sizes(measured: MeasuredModel, n_blocks: int, plan: AssessmentPlan) -> Size
     return Sizes(*target, *run, experts, is_stand_in) if is_stand_in else Sizes(*run, *run, experts)
 
 
-@dataclass(frozen=True)
-class _Bench:
-    """Model, task and plan of the measurements."""
-
-    measured: MeasuredModel
-    task: Task
-    plan: AssessmentPlan
-    training: TrainingPlan
-    loss: Callable[[Tensor, Tensor], Tensor]
-    seed: int
-
-    @classmethod
-    def of(
-        cls, measured: MeasuredModel, task: Any, plan: AssessmentPlan, loss: Callable[[Tensor, Tensor], Tensor],
-        seed: int,
-    ) -> _Bench:  # fmt: skip
-        if task is None:
-            task = planned_task(measured.model, plan, seed=seed, loss=loss)
-        else:
-            require_loss(measured.model, task := as_task(task), loss)
-        training = plan.training_plan()
-        training = replace(training, learning_rate=training.learning_rate or DEFAULT_RATE)
-        return cls(measured, task, plan, training, loss, seed)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The training plan as keyword arguments."""
-        return {item.name: getattr(self.training, item.name) for item in fields(TrainingPlan)}
-
-    @property
-    def width_ratio(self) -> float:
-        """Width of the planned model over that of the model that is run."""
-        target = self.plan.target.width or self.measured.target_width
-        return 1.0 if target is None or self.measured.width is None else target / self.measured.width
-
-    @property
-    def on_trial(self) -> TrainingPlan | None:
-        """The plan of the trials, with a larger rate for a narrower model; None if no rule for that rate is known."""
-        if self.width_ratio == 1:
-            return self.training
-        if not is_of_adam(self.training.optimizer):
-            return None
-        return replace(self.training, learning_rate=(self.training.learning_rate or DEFAULT_RATE) * self.width_ratio)
-
-    def batches(self) -> list[tuple[Any, Any]]:
-        """Return a few examples of each of the first two batches, with targets."""
-        found, examples = [], slice(0, N_EXAMPLES)
-        for (inputs, targets), _ in zip(self.task.stream(0), range(2), strict=False):
-            is_tensor = isinstance(inputs, torch.Tensor)
-            batch = (
-                (take_examples(inputs, examples), take_examples(targets, examples)) if is_tensor else (inputs, targets)
-            )
-            found.append(batch)
-        return found
-
-    def structure(self, *, standard: bool = False) -> tuple[xr.Dataset, xr.Dataset | None]:
-        """Measure freshly initialized models, with their own or a standard initialization."""
-        depth = self.plan.target.depth or self.measured.target_depth
-        n_seeds = 1 if standard else N_SEEDS
-        models = self.measured.siblings(n_seeds, depth)
-        if standard:
-            blocks = depth or model_sizes(self.measured.model).depth or 1
-            models = (with_standard_start(model, blocks) for model in models)
-        batches = self.batches()
-        return measure_structure(
-            models, batches[0], batches[-1][0], self.training, width_ratio=self.width_ratio, loss=self.loss
-        )
-
-    def other_start(self, bar: Progress) -> xr.Dataset:
-        """Measure the structure with a standard initialization."""
-        _begin_further(bar, "a standard initialization")
-        return self.structure(standard=True)[0]
-
-    def changes(self, tree: xr.DataTree, bar: Progress) -> xr.Dataset:
-        """Try single changes to the plan in trials."""
-        _begin_further(bar, "changes to the plan")
-        tried = self.on_trial
-        assert tried is not None  # because its trials diverged
-        best = float(tree["pilot"].to_dataset()["best_rate"]) * self.width_ratio
-        changes = possible_changes(tried, best)
-        number = itertools.count()
-
-        def report(change: str) -> None:
-            bar.step(change, next(number) / len(changes))
-
-        return try_changes(self.measured.model, self.task, changes, n_updates=N_UPDATES, loss=self.loss, report=report)
-
-
-def _measured(bench: _Bench, bar: Progress) -> dict[str, xr.Dataset]:
-    """Return all measurements by their path in the tree."""
-    measured, model, parts = bench.measured, bench.measured.model, {}
-    depth = bench.plan.target.depth or measured.target_depth
-    bar.begin("structure", PARTS["structure"])
-    parts["/structure"], flow = bench.structure()
-    if flow is not None:
-        parts["/flow"] = flow
-        bar.begin("spectra", PARTS["spectra"])
-        # The flow of some models can be read although their spectra cannot, because blocks exchange further states.
-        with suppress(AnatomyError), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RankWarning)  # the rank is recorded
-            parts["/spectra"] = profile(
-                measured.fresh(depth=depth), bench.task.probe(N_SNAPSHOTS), n_snapshots=N_SNAPSHOTS, seed=bench.seed,
-                progress=False,
-            )  # fmt: skip
-    bar.begin("useful rates", PARTS["useful rates"])
-    parts["/pilot"] = rate_pilot(
-        model, bench.task, bench.training, width_ratio=bench.width_ratio, loss=bench.loss,
-        on_update=_progress_of(bar, BUDGET),
-    )  # fmt: skip
-    if bench.on_trial is not None:
-        bar.begin("trials of the first updates", PARTS["trials of the first updates"])
-        after_update = _progress_of(bar, N_TRIALS * N_UPDATES)
-        parts["/trials"] = try_plan(model, bench.task, bench.on_trial, loss=bench.loss, on_update=after_update)
-    bar.begin("number formats and devices", PARTS["number formats and devices"])
-    parts["/hardware"] = assess_hardware(
-        model, bench.task, bench.plan, seed=bench.seed, loss=bench.loss, on_hazard=bar.step
-    )
-    return parts
-
-
 def _progress_of(bar: Progress, n_updates: int) -> Callable[[], None]:
     """Return a function to call after each of ``n_updates`` updates, which reports some of them to the progress bar."""
     number = itertools.count(1)
@@ -330,12 +270,6 @@ def _progress_of(bar: Progress, n_updates: int) -> Callable[[], None]:
             bar.step(f"{n} of {n_updates} updates", n / n_updates)
 
     return after_update
-
-
-def _begin_further(bar: Progress, part: str) -> None:
-    """Begin an additional part of the assessment."""
-    bar.total = (bar.total or 0) + _FURTHER[part]
-    bar.begin(part, _FURTHER[part])
 
 
 def conclude(
@@ -350,14 +284,6 @@ def conclude(
     Adds the nodes ``criteria``, ``failure_modes``, ``decisions`` and, where they apply, ``changes`` and
     ``other_start``, and the attributes ``verdict``, ``exit_status``, ``structure_state``, ``pilot_state`` and
     ``summary``.
-
-    Args:
-        tree: The measured parts, with the attributes ``subject`` and ``steps_in_budget`` and the sizes.
-        plan: The assessed plan.
-        try_changes: Function that is called with the evaluated tree if a trial diverged; None leaves ``changes``
-            unchanged.
-        try_start: Function that returns the structure with a standard initialization, called if the structure is
-            flagged; None leaves ``other_start`` unchanged.
     """
     import xarray as xr
 
@@ -377,3 +303,197 @@ def conclude(
     summary = summary_of(str(tree.attrs["subject"]), verdict, criteria, modes, Sizes.of(tree), pilot)
     rest = {name: value for name, value in tree.attrs.items() if name != "summary"}
     tree.attrs = {"summary": summary, **rest}  # shown first when a notebook cell displays the tree
+
+
+#: Number of timed updates of each design, taken in turns; the median excludes the influence of slow first updates.
+N_TIMED = 12
+#: Losses are rounded to multiples of this when designs are compared, in nat.
+SAME_LOSS = 0.02
+#: Time of these updates, as a percentage of the time of an assessment.
+_TIME_OF_STEPS = 3
+#: Names of the comparison's own parts, which no design may have.
+_RESERVED = ("designs",)
+#: Columns that are variables of the pilot of each design.
+OF_PILOT = [f"{name}{end}" for name in ("useful_edge", "best_rate") for end in ("", "_low", "_high")]
+
+
+@checked
+def compare_designs(
+    designs: Mapping[str, Any],
+    task: Any = None,
+    *,
+    plan: Any = None,
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    seed: Seed = 0,
+    progress: bool | Callable[[str], None] = True,
+) -> xr.DataTree:
+    """Assess several designs under one plan, and compare verdicts, useful rates, losses and compute cost.
+
+    Args:
+        designs: Name -> subject, as in `workbench.assess`; at least two.
+        task: As in `workbench.assess`; the same for all designs.
+        plan: As in `workbench.assess`, with the budget in ``[budget]``.
+        loss: As in `workbench.assess`; the same for all designs.
+        seed: Seed of freshly initialized parameters and of data.
+        progress: As in `workbench.assess`.
+
+    Returns:
+        DataTree of kind "comparison": the assessment of each design under its name, and the node ``designs`` with dim
+        ``design``:
+
+        - ``verdict``, ``structure_state`` and ``pilot_state``;
+        - ``useful_edge`` (largest useful learning rate) and ``best_rate``, each with ``_low`` and ``_high``, and
+          ``rate_margin`` (largest useful rate over the planned rate); NaN where the pilot did not find them;
+        - ``loss_at_best``: held-out loss at the best rate in the last round of the pilot, of the model that was run,
+          in nat; NaN if no round finished;
+        - ``n_weights``: number of parameters;
+        - ``flops_per_token``: compute cost, forward and backward;
+        - ``relative_step_time``: time of an update of the measured model, over that of the fastest one;
+        - ``steps_in_budget``: NaN if the plan sets no budget;
+        - ``is_dominated``: whether another design is at least as good in verdict, loss at its best rate and compute
+          cost, and better in one of them.
+
+    Raises:
+        OptionError: If there are fewer than two designs, a name cannot be used in a tree, or the plan does not fit a
+            design.
+
+    Example:
+        >>> import workbench as wb
+        >>> designs = {"small": "gpt2", "state space": "mamba-130m"}
+        >>> tree = wb.compare_designs(designs, plan="plan.toml")  # doctest: +SKIP
+        >>> tree = wb.samples.open("assessments")  # a recorded comparison of four published designs
+        >>> tree["designs"]["design"].values.tolist()
+        ['gpt2', 'llama-2-7b', 'mixtral-8x7b', 'qwen3-8b']
+
+    See Also:
+        `workbench.assess`: Assesses one design.
+        `workbench.report`: Writes a comparison as a report.
+    """
+    import xarray as xr
+
+    start = time.monotonic()
+    if len(designs) < 2:
+        raise OptionError.of("designs", designs, "a mapping of at least two designs", remedy="add another design")
+    for name in designs:
+        if not name or "/" in name or name in _RESERVED:
+            raise OptionError(
+                f"The name '{name}' cannot be used for a design; choose a name without '/' other than 'designs'."
+            )
+    plan = read_plan(plan)
+    size = {"width": plan.target.width, "depth": plan.target.depth}
+    found = {name: measured_model(subject, seed=seed, **size) for name, subject in designs.items()}
+    for each in found.values():  # all plans are checked before the first design is measured
+        plan.check_against(each.design or each.model)
+    trees, total = {}, len(designs) * (sum(PARTS.values()) + _TIME_OF_STEPS)
+    with Progress(progress, f"compared {counted(len(designs), 'design')}", total=total, unit="%") as bar:
+        for name, each in found.items():
+            bar.heading = f"{name}: "
+            trees[name] = assess_measured(each, task, plan, loss, seed, bar)
+        bar.heading = ""
+        bar.begin("times of an update", len(designs) * _TIME_OF_STEPS)
+        times = step_times({name: each.model for name, each in found.items()}, task, plan, loss=loss, seed=seed)
+    rows = [_row(trees[name], found[name], plan) for name in designs]
+    data = {name: ("design", np.array([row[name] for row in rows])) for name in rows[0]}
+    data["relative_step_time"] = ("design", np.array([times[name] for name in designs]) / min(times.values()))
+    table = xr.Dataset(data, {"design": list(designs)})
+    table["is_dominated"] = ("design", dominated(table))
+    for name, (long_name, units) in _MEANING.items():
+        for end, about in (("", ""), ("_low", ", lower end"), ("_high", ", upper end")):
+            if f"{name}{end}" in table:
+                table[f"{name}{end}"].attrs = {"long_name": f"{long_name}{about}", "units": units}
+    tree = xr.DataTree.from_dict({"designs": table, **trees})
+    tree.attrs = {
+        "kind": "comparison",
+        "subject": " or ".join(designs),
+        "plan": json.dumps(plan.as_dict(), default=str),
+        "seed": seed,
+        "versions": versions(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "duration": time.monotonic() - start,
+        "schema_version": SCHEMA_VERSION,
+    }
+    return tree
+
+
+_MEANING = {
+    "verdict": ("verdict", ""),
+    "structure_state": ("structure", ""),
+    "pilot_state": ("pilot", ""),
+    "useful_edge": ("largest useful rate", "1"),
+    "best_rate": ("best rate", "1"),
+    "rate_margin": ("largest useful rate over the planned rate", "1"),
+    "loss_at_best": ("loss at the best rate of the pilot, of the model that was run", "nat"),
+    "n_weights": ("parameters", "1"),
+    "flops_per_token": ("compute cost per token, forward and backward", "FLOP"),
+    "relative_step_time": ("time of an update over that of the fastest design, of the models that were run", "1"),
+    "steps_in_budget": ("updates within the budget", "1"),
+    "is_dominated": ("another design is nowhere worse in verdict, loss and compute cost, and better in one", ""),
+}
+
+
+def _row(tree: xr.DataTree, measured: MeasuredModel, plan: AssessmentPlan) -> dict[str, Any]:
+    pilot = tree["pilot"].to_dataset()
+    found = {name: float(pilot[name]) for name in OF_PILOT}
+    return {
+        **{name: tree.attrs[name] for name in ("verdict", "structure_state", "pilot_state")},
+        **found,
+        "rate_margin": found["useful_edge"] / float(pilot["planned_rate"]),
+        "loss_at_best": float(pilot["loss_at_best"]),
+        "n_weights": measured.n_weights,
+        "flops_per_token": flops_per_token(measured, plan),
+        "steps_in_budget": tree.attrs["steps_in_budget"],
+    }
+
+
+def step_times(
+    models: Mapping[str, nn.Module],
+    task: Any,
+    plan: AssessmentPlan,
+    *,
+    loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
+    seed: int,
+) -> dict[str, float]:
+    """Measure the median time of an update of each model, in seconds.
+
+    Copies of the models are updated in turns, so that other load on the machine slows all of them equally.
+    """
+    from workbench.tasks import as_task
+
+    runs = {}
+    for name, model in models.items():
+        batches = planned_task(model, plan, seed=seed, loss=loss) if task is None else task
+        runs[name] = train(
+            copy.deepcopy(model),
+            as_task(batches),
+            n_steps=N_TIMED + 1,
+            learning_rate=1e-6,
+            stops_at_divergence=False,
+            loss=loss,
+        )
+        next(runs[name])
+    taken: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(N_TIMED):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            next(run)
+            taken[name].append(time.perf_counter() - start)
+    for run in runs.values():
+        cast(Generator[Any, None, None], run).close()
+    return {name: float(np.median(seconds)) for name, seconds in taken.items()}
+
+
+def dominated(table: xr.Dataset) -> np.ndarray:
+    """Return for each design whether it is dominated, bool of shape (design,).
+
+    A design is dominated if another one is at least as good in verdict, loss at its best rate and compute cost, and
+    better in one of them. Losses are rounded to ``SAME_LOSS``; a design without a loss neither dominates nor is
+    dominated.
+    """
+    scores = np.column_stack(
+        [
+            [Verdict(verdict).severity for verdict in table["verdict"].values],
+            table["flops_per_token"].values,
+            np.round(table["loss_at_best"].values / SAME_LOSS),
+        ]
+    )
+    return np.array([any((other <= own).all() and (other < own).any() for other in scores) for own in scores])

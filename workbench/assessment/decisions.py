@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.assessment.failure_modes.criteria import BROKEN_TRIALS, RATE, SLOW_RATE
-from workbench.assessment.failure_modes.criterion import Sizes
+from workbench.assessment.criteria import BROKEN_TRIALS, RATE, SLOW_RATE, Sizes
 from workbench.assessment.structure import WORDS
 from workbench.assessment.verdict import COLUMNS, FIRST_STEP, verdict_of
 from workbench.formatting import short
@@ -21,7 +20,7 @@ from workbench.training.training_plan import DEFAULT_RATE
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.hardware.plan_files import AssessmentPlan
+    from workbench.hardware.plan import AssessmentPlan
 
 #: Failure mode -> monitors to record during training, by part and name of the recorder, and why.
 _WATCH = {
@@ -86,14 +85,7 @@ class Decision:
 
 
 def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.nan) -> xr.Dataset:
-    """Derive the decisions from an assessment.
-
-    Args:
-        tree: Tree with ``criteria``, ``failure_modes``, ``pilot``, ``trials`` and, if they were tried, ``changes``. Its
-            attributes record whether a proxy model was measured, whose best rate is never proposed for the design.
-        plan: The assessed plan.
-        affordable: Updates within its budget; NaN if it sets no budget.
-    """
+    """Derive the decisions from an assessment."""
     import xarray as xr
 
     modes, criteria = tree["failure_modes"].to_dataset(), tree["criteria"].to_dataset()

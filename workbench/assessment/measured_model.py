@@ -18,9 +18,8 @@ from workbench.models.losses import prediction_of, token_loss
 from workbench.models.model_sizes import ModelSizes, model_sizes
 from workbench.models.probing import undisturbed
 from workbench.models.subject import Subject
-from workbench.scaling.designs import Design, design, transformers_config
+from workbench.scaling.designs import Design, design, matched_width, transformers_config
 from workbench.scaling.transformers_source import build_full_size, cause_of
-from workbench.scaling.width_matching import matched_width
 from workbench.tasks.images import Digits
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from workbench.hardware.plan_files import AssessmentPlan
+    from workbench.hardware.plan import AssessmentPlan
     from workbench.tasks import Task
 
 
@@ -104,11 +103,7 @@ class MeasuredModel:
 
         This is the subject itself if it has its own parameters or its design is unknown; ``model``, possibly with
         another seed, if it is as large as the subject; otherwise a narrow model with matched variances, see
-        `workbench.scaling.width_matching`.
-
-        Args:
-            seed: Added to the seed of ``model``.
-            depth: Number of blocks; None for that of ``model``.
+        `workbench.scaling.designs`.
         """
         if self.is_own or self.design is None or (self.is_target_size and not seed and depth is None):
             return self.model
@@ -127,16 +122,7 @@ class MeasuredModel:
 
 
 def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, depth: int | None = None) -> MeasuredModel:
-    """Return the model that an assessment of a subject runs.
-
-    Args:
-        subject: A model or an opened checkpoint, which is measured with its own parameters; or any source that
-            `workbench.design` takes, which is built with freshly initialized parameters, at full size if that is small,
-            otherwise narrow; or a small configuration of transformers with blocks of several widths or several parts.
-        seed: Seed of freshly initialized parameters.
-        width: Target width; None for the subject's own.
-        depth: Target depth; None for the subject's own.
-    """
+    """Return the model that an assessment of a subject runs."""
     if isinstance(subject, nn.Module | Subject):
         module = subject.model if isinstance(subject, Subject) else subject
         try:

@@ -18,7 +18,7 @@ from workbench.errors import OptionError
 from workbench.models.calling import call_model, on_device_of
 from workbench.models.losses import prediction_of, token_loss
 from workbench.models.probing import undisturbed
-from workbench.rates.find_rate import FoundRates, extrapolated, find_rate, furthest, with_estimates
+from workbench.rates.find_rate import SOURCES, FoundRates, extrapolated, find_rate, furthest, with_estimates
 from workbench.tasks import as_task
 from workbench.tasks.task import LaterBatches
 from workbench.training.training_plan import DEFAULT_RATE, TrainingPlan
@@ -40,7 +40,6 @@ OF_IMAGES = (
     "The dependence of the useful rates on the width was measured for sequences, not for images; run wb.find_rate at "
     "full width."
 )
-_NAMES = ("slow_edge", "best_rate", "useful_edge")
 
 
 class _TimeIsUpError(KeyboardInterrupt):
@@ -64,16 +63,6 @@ def rate_pilot(
     useful rates decrease with the number of updates, so a rate that is too large for the shorter training is also too
     large for the planned one.
 
-    Args:
-        model: The model, which is not changed.
-        task: See `workbench.tasks.as_task`.
-        plan: Plan with an optimizer given by name or as a function.
-        width_ratio: Width of the planned model over that of this model.
-        budget: Maximum number of updates of the pilot.
-        seconds: Time limit, after which only the finished rounds are used.
-        loss: Function of logits and targets.
-        on_update: Function that is called after each update; an exception that it raises ends the pilot.
-
     Returns:
         The data of `workbench.find_rate` with the estimates at the planned width, and these 0-dim variables:
 
@@ -88,7 +77,8 @@ def rate_pilot(
         Attributes: ``n_steps`` (length of the training that the rates apply to), ``reason`` (why the rates are unknown;
         empty if they are known) and ``sentence``.
     """
-    if width_ratio != 1 and _reads_images(task):
+    inputs, _ = next(iter(as_task(task).stream(0))) if width_ratio != 1 else (None, None)
+    if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
         return _described(None, plan, OF_IMAGES)
     end = time.monotonic() + seconds
 
@@ -97,8 +87,7 @@ def rate_pilot(
         if time.monotonic() > end:
             raise _TimeIsUpError
 
-    settings = {item.name: getattr(plan, item.name) for item in fields(TrainingPlan)}
-    settings = {name: settings[name] for name in _SETTINGS}
+    settings: Any = {name: getattr(plan, name) for name in _SETTINGS}
     try:
         found = find_rate(model, task, n_steps=plan.n_steps, budget=budget, loss=loss, progress=tick, **settings)
     except _TimeIsUpError:
@@ -116,11 +105,6 @@ def rate_pilot(
         except OptionError as error:
             return _described(found, plan, str(error))
     return _described(found, plan, found.reason)
-
-
-def _reads_images(task: Any) -> bool:
-    inputs, _ = next(iter(as_task(task).stream(0)))
-    return isinstance(inputs, torch.Tensor) and inputs.is_floating_point()
 
 
 #: Settings of the plan that the pilot uses.
@@ -144,25 +128,17 @@ def _described(found: FoundRates | None, plan: TrainingPlan, reason: str) -> xr.
         data[f"{limit}_rate_limit"] = ((), value, {"long_name": f"{limit} limit of the planned rate", "units": "1"})
         words: dict[str, Any] = {"long_name": f"planned rate over its {limit} limit", "units": "1"}
         data[name] = ((), rate / value, words | ({"unseen": reason} if reason else {}))
-    n_updates, loss = _last_round(data)
+    n_updates, loss = 0, math.nan
+    if "loss" in data and np.isfinite(data["loss"].values).any():
+        losses = data["loss"].sortby("n_updates").dropna("n_updates", how="all").isel(n_updates=-1)
+        n_updates, loss = int(losses["n_updates"]), float(losses.mean("seed").min())
     about = {"long_name": "loss at the best rate of the longest round", "units": "nat", "n_updates": n_updates}
     data["loss_at_best"] = ((), loss, about)
     if not is_known:
-        for name in (f"{name}{end}" for name in _NAMES for end in ("", "_low", "_high")):
+        for name in (f"{name}{end}" for name in SOURCES for end in ("", "_low", "_high")):
             data[name] = ((), math.nan)
-    return data.assign_attrs(
-        n_steps=n_steps,
-        reason=reason,
-        sentence=reason if found is None or reason else str(found),
-    )
-
-
-def _last_round(pilot: xr.Dataset) -> tuple[int, float]:
-    """Return the updates of the longest round and its smallest loss over the rates, mean over seeds; NaN if unknown."""
-    if "loss" not in pilot or not np.isfinite(pilot["loss"].values).any():
-        return 0, math.nan
-    losses = pilot["loss"].sortby("n_updates").dropna("n_updates", how="all").isel(n_updates=-1)
-    return int(losses["n_updates"]), float(losses.mean("seed").min())
+    sentence = reason if found is None or reason else str(found)
+    return data.assign_attrs(n_steps=n_steps, reason=reason, sentence=sentence)
 
 
 #: Updates of one trial, and number of trials. Half of the recorded diverging runs diverge within 10 updates, and 95 %
@@ -192,17 +168,6 @@ def try_plan(
     some models that train well, namely those whose token embeddings start at zero. The trials use different batches,
     none of which are the first ones of the run.
 
-    Args:
-        model: The model, which is not changed.
-        task: See `workbench.tasks.as_task`.
-        plan: Plan with an optimizer given by name or as a function.
-        n_updates: Updates of one trial.
-        n_trials: Number of trials.
-        loss: Function of logits and targets, as in `workbench.train`. The scale of a loss other than the default is
-            unknown; it counts as diverged above ten times its first value, if it also exceeds the plan's limit.
-        kss: Function that returns the KSS callback of a trial; None for no KSS.
-        on_update: Function that is called after each update.
-
     Returns:
         Dataset with dims ``trial`` and ``step``: ``loss`` and ``grad_norm`` (trial, step), NaN after a trial diverged;
         ``has_diverged``, ``divergence_step`` (NaN if it did not diverge) and ``cause`` (trial); ``share_broken``, the
@@ -222,7 +187,10 @@ def try_plan(
     settings = {item.name: getattr(tried, item.name) for item in fields(TrainingPlan)}
     task = as_task(task)
     if loss is not token_loss:
-        settings["loss_limit"] = max(plan.loss_limit, _LARGEST_RISE * abs(_first_loss(model, task, loss)))
+        inputs, targets = (on_device_of(model, part) for part in next(iter(task.stream(0))))
+        with undisturbed(model):
+            first = abs(float(loss(prediction_of(call_model(model, inputs)), targets)))
+        settings["loss_limit"] = max(plan.loss_limit, _LARGEST_RISE * first if math.isfinite(first) else 0.0)
     metrics = np.full((2, n_trials, n_updates), math.nan)
     steps, causes = np.full(n_trials, math.nan), [""] * n_trials
     for trial in range(n_trials):
@@ -233,29 +201,19 @@ def try_plan(
             if record.diverged:
                 steps[trial], causes[trial] = record.step, record.cause
     dims = ("trial", "step")
+    about = {"long_name": "fraction of trials that diverged", "units": "1"}
     return xr.Dataset(
         {
             "loss": (dims, metrics[0], {"long_name": "loss", "units": "nat"}),
             "grad_norm": (dims, metrics[1], {"long_name": "gradient norm", "units": "1"}),
             "has_diverged": ("trial", np.isfinite(steps)),
-            "share_broken": (
-                (),
-                float(np.isfinite(steps).mean()),
-                {"long_name": "fraction of trials that diverged", "units": "1"},
-            ),
+            "share_broken": ((), float(np.isfinite(steps).mean()), about),
             "divergence_step": ("trial", steps, {"long_name": "step of divergence", "units": "step"}),
             "cause": ("trial", np.array(causes)),
         },
         {"trial": np.arange(n_trials), "step": np.arange(n_updates)},
         {"n_updates": n_updates, "warmup": warmup, "learning_rate": float(plan.learning_rate or math.nan)},
     )
-
-
-def _first_loss(model: nn.Module, task: Any, loss: Callable[[Tensor, Tensor], Tensor]) -> float:
-    inputs, targets = (on_device_of(model, part) for part in next(iter(task.stream(0))))
-    with undisturbed(model):
-        found = float(loss(prediction_of(call_model(model, inputs)), targets))
-    return found if math.isfinite(found) else 0.0
 
 
 @dataclass(frozen=True)
@@ -270,12 +228,7 @@ class Change:
 
 
 def possible_changes(plan: TrainingPlan, best_rate: float) -> list[Change]:
-    """Return the single changes to try for a plan whose trials diverged, the one that slows training least first.
-
-    Args:
-        plan: The plan of the trials.
-        best_rate: Best learning rate of the pilot; NaN if it found none; a quarter of the plan's is tried then.
-    """
+    """Return the single changes to try for a plan whose trials diverged, the one that slows training least first."""
     rate = DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate
     lower = min(best_rate, rate / 1.5) if math.isfinite(best_rate) and best_rate > 0 else rate / 4
     lower = float(f"{lower:.2g}")
@@ -311,24 +264,17 @@ def try_changes(
     for change in changes:
         if report is not None:
             report(f"{change.setting} {change.current} → {change.proposed}")
-        tried = try_plan(
-            model,
-            task,
-            change.plan,
-            n_updates=n_updates,
-            n_trials=N_TRIALS,
-            loss=loss,
-            kss=KSS.recommended if change.kss else None,
-        )
-        rows.append((change.setting, change.current, change.proposed, *_outcome(tried)))
-    names = ("setting", "current", "proposed", "n_trials", "n_broken", "first_loss", "last_loss", "largest_grad_norm")
-    columns = [np.array(column) for column in zip(*rows, strict=True)] if rows else [np.array([])] * len(names)
-    return xr.Dataset({name: ("change", column) for name, column in zip(names, columns, strict=True)})
-
-
-def _outcome(tried: xr.Dataset) -> tuple[int, int, float, float, float]:
-    has_diverged = tried["has_diverged"].values
-    kept = tried["loss"].values[~has_diverged]
-    last = float(kept[:, -min(10, kept.shape[1]) :].mean()) if len(kept) else math.nan
-    largest = float(np.nanmax(tried["grad_norm"].values)) if np.isfinite(tried["grad_norm"].values).any() else math.nan
-    return len(has_diverged), int(has_diverged.sum()), float(np.nanmean(tried["loss"].values[:, 0])), last, largest
+        kss = KSS.recommended if change.kss else None
+        tried = try_plan(model, task, change.plan, n_updates=n_updates, n_trials=N_TRIALS, loss=loss, kss=kss)
+        losses, has_diverged, norms = (tried[name].values for name in ("loss", "has_diverged", "grad_norm"))
+        kept = losses[~has_diverged]
+        rows.append(
+            {
+                "setting": change.setting, "current": change.current, "proposed": change.proposed,
+                "n_trials": len(has_diverged), "n_broken": int(has_diverged.sum()),
+                "first_loss": float(np.nanmean(losses[:, 0])),
+                "last_loss": float(kept[:, -min(10, kept.shape[1]) :].mean()) if len(kept) else math.nan,
+                "largest_grad_norm": float(np.nanmax(norms)) if np.isfinite(norms).any() else math.nan,
+            }
+        )  # fmt: skip
+    return xr.Dataset({name: ("change", np.array([row[name] for row in rows])) for name in rows[0]})

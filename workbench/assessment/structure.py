@@ -266,11 +266,6 @@ def with_standard_start(model: nn.Module, n_blocks: int, *, seed: int = 0) -> nn
     """Return a copy of a model whose matrices are redrawn from normal distributions that preserve signal norms.
 
     Biases, gains of normalizations, convolution kernels and other parameters are unchanged.
-
-    Args:
-        model: The model, which is not changed.
-        n_blocks: Number of residual blocks of the model.
-        seed: Seed of the draws; the global random state is not changed.
     """
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)

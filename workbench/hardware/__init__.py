@@ -12,7 +12,7 @@ See Also:
 """
 
 from workbench.hardware.hardware_assessment import assess_hardware
-from workbench.hardware.plan_files import read_plan
+from workbench.hardware.plan import read_plan
 from workbench.option_checks import publish
 
 __all__ = ["assess_hardware", "read_plan"]

@@ -15,10 +15,9 @@ import numpy as np
 from torch import nn
 
 from workbench.errors import OptionError, require_listed
-from workbench.hardware.emulation import Emulation, Finding
+from workbench.hardware.emulation import Emulation, Finding, NotMeasured
 from workbench.hardware.hazards import HAZARDS, Hazard
-from workbench.hardware.plan_files import AssessmentPlan, read_plan
-from workbench.hardware.share_gradients import NotMeasured
+from workbench.hardware.plan import AssessmentPlan, read_plan
 from workbench.io.provenance import versions
 from workbench.models.calling import on_device_of
 from workbench.models.losses import token_loss
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-    from workbench.hardware.share_gradients import Loss
+    from workbench.hardware.emulation import Loss
 
 _NUMBERS = {
     "relative_error": "Norm of the change of the gradient (or update) over its norm",
@@ -63,7 +62,7 @@ def assess_hardware(
 
     - The global batch is split into ``data_parallel * accumulation`` shares. Gradients of up to 32 micro-batches are
       measured, each with the number of examples of a share, or fewer if there are too few examples. If this does not
-      cover all shares, terms are resampled; see `workbench.hardware.share_gradients.ShareGradients.terms`.
+      cover all shares, terms are resampled; see `workbench.hardware.emulation.ShareGradients.terms`.
     - Up to 1,024 terms are added directly. The error of more terms is extrapolated from these, which is recorded in
       ``is_extrapolated``, ``how`` and ``growth``.
     - The reference of a sum is the float64 sum of the same terms; the reference of a forward and backward pass is
@@ -80,8 +79,7 @@ def assess_hardware(
         seed: Seed of all random draws.
         hazards: Names of the hazards to measure; None measures all.
         loss: Function of logits and targets that returns a 0-dim tensor.
-        on_hazard: Called with the title of each hazard that applies, before it is emulated; may stop the assessment by
-            raising an exception.
+        on_hazard: Called with the title of each hazard that applies, before it is emulated.
 
     Returns:
         Dataset with the dimensions ``hazard``, ``layer`` and ``n_terms``: ``effect``, which is compared with
@@ -102,7 +100,6 @@ def assess_hardware(
         (['allreduce_error'], True)
 
     See Also:
-        `workbench.hardware.read_plan`: Reads a plan.
         `workbench.assess`: Includes these hazards.
     """
     plan, start_time = read_plan(plan), time.monotonic()
@@ -167,29 +164,31 @@ def _dataset(hazards: list[Hazard], found: list[Finding], plan: AssessmentPlan, 
     import xarray as xr
 
     applies = [hazard.applies(plan) for hazard in hazards]
+    pairs = list(zip(hazards, found, strict=True))
     states = [
         hazard.state_of(finding.effect) if is_on else CriterionState.HEALTHY
-        for hazard, finding, is_on in zip(hazards, found, applies, strict=True)
+        for (hazard, finding), is_on in zip(pairs, applies, strict=True)
     ]
-    texts = {
-        "title": ([hazard.title for hazard in hazards], "Title"),
-        "setting": ([hazard.setting for hazard in hazards], "Key of the plan that causes it"),
-        "unit": ([hazard.unit for hazard in hazards], "Unit of effect and limits"),
-        "state": (states, "healthy, at risk (above healthy_limit), failing (above failing_limit), not measured"),
-        "meaning": ([finding.meaning for finding in found], "Result as a sentence"),
-        "how": ([finding.how for finding in found], "How it was emulated; empty if it was not"),
-        "limits_reason": ([hazard.reason for hazard in hazards], "Reason of the limits"),
-        "remedy_setting": ([hazard.remedy_setting for hazard in hazards], "Key of the plan to change"),
-        "remedy_value": (
-            [finding.remedy_value or hazard.remedy_value for hazard, finding in zip(hazards, found, strict=True)],
-            "Proposed value of that key",
+    columns: dict[str, tuple[list[Any], type, str]] = {
+        "title": ([hazard.title for hazard in hazards], str, "Title"),
+        "setting": ([hazard.setting for hazard in hazards], str, "Key of the plan that causes it"),
+        "unit": ([hazard.unit for hazard in hazards], str, "Unit of effect and limits"),
+        "state": (states, str, "healthy, at risk (above healthy_limit), failing (above failing_limit), not measured"),
+        "meaning": ([finding.meaning for finding in found], str, "Result as a sentence"),
+        "how": ([finding.how for finding in found], str, "How it was emulated; empty if it was not"),
+        "limits_reason": ([hazard.reason for hazard in hazards], str, "Reason of the limits"),
+        "remedy_setting": ([hazard.remedy_setting for hazard in hazards], str, "Key of the plan to change"),
+        "remedy_value": ([f.remedy_value or h.remedy_value for h, f in pairs], str, "Proposed value of that key"),
+        "effect": ([each.effect for each in found], float, "Measured effect, in `unit`; above the limits is worse"),
+        "healthy_limit": ([hazard.healthy_limit for hazard in hazards], float, "Effects above it are at risk"),
+        "failing_limit": ([hazard.failing_limit for hazard in hazards], float, "Effects above it are failing"),
+        **{name: ([getattr(each, name) for each in found], float, meaning) for name, meaning in _NUMBERS.items()},
+        "applies": (applies, bool, "Whether it applies to the plan"),
+        "is_extrapolated": (
+            [finding.is_extrapolated for finding in found], bool, "Whether the plan has more terms than were emulated",
         ),
-    }
-    numbers = {
-        "effect": ([finding.effect for finding in found], "Measured effect, in `unit`; above the limits is worse"),
-        "healthy_limit": ([hazard.healthy_limit for hazard in hazards], "Effects above it are at risk"),
-        "failing_limit": ([hazard.failing_limit for hazard in hazards], "Effects above it are failing"),
-    } | {name: ([getattr(finding, name) for finding in found], meaning) for name, meaning in _NUMBERS.items()}
+        "n_trials": ([finding.n_trials for finding in found], int, "Number of emulations"),
+    }  # fmt: skip
     counts = sorted({n for finding in found for n in finding.growth})
     layer_error = np.full((len(found), len(layer_names)), np.nan)
     growth = np.full((len(found), len(counts)), np.nan)
@@ -201,32 +200,19 @@ def _dataset(hazards: list[Hazard], found: list[Finding], plan: AssessmentPlan, 
         for n, error in finding.growth.items():
             growth[i, counts.index(n)] = error
     one = {"units": "1"}
-    return xr.Dataset(
-        {
-            **{name: ("hazard", np.array(v, dtype=str), {"long_name": m}) for name, (v, m) in texts.items()},
-            **{
-                name: ("hazard", np.array(values, dtype=float), {"long_name": meaning, **one})
-                for name, (values, meaning) in numbers.items()
-            },
-            "applies": ("hazard", np.array(applies, dtype=bool), {"long_name": "Whether it applies to the plan"}),
-            "is_extrapolated": (
-                "hazard",
-                np.array([finding.is_extrapolated for finding in found], dtype=bool),
-                {"long_name": "Whether the plan has more terms than were emulated"},
-            ),
-            "n_trials": (
-                "hazard",
-                np.array([finding.n_trials for finding in found]),
-                {"long_name": "Number of emulations", **one},
-            ),
-            "worst_layer": ("hazard", worst, {"long_name": "Block with the largest relative error; -1 if none", **one}),
-            "layer_error": (("hazard", "layer"), layer_error, {"long_name": "Relative error in a block", **one}),
-            "growth": (("hazard", "n_terms"), growth, {"long_name": "Relative error of a sum of n_terms terms", **one}),
-        },
-        coords={
-            "hazard": np.array([hazard.id for hazard in hazards], dtype=str),
-            "layer": np.arange(len(layer_names)),
-            "layer_name": ("layer", np.array(layer_names, dtype=str)),
-            "n_terms": np.array(counts, dtype=int),
-        },
-    )
+    variables: dict[str, Any] = {
+        name: ("hazard", np.array(values, dtype=kind), {"long_name": meaning} | (one if kind in (float, int) else {}))
+        for name, (values, kind, meaning) in columns.items()
+    }
+    variables |= {
+        "worst_layer": ("hazard", worst, {"long_name": "Block with the largest relative error; -1 if none", **one}),
+        "layer_error": (("hazard", "layer"), layer_error, {"long_name": "Relative error in a block", **one}),
+        "growth": (("hazard", "n_terms"), growth, {"long_name": "Relative error of a sum of n_terms terms", **one}),
+    }
+    coords = {
+        "hazard": np.array([hazard.id for hazard in hazards], dtype=str),
+        "layer": np.arange(len(layer_names)),
+        "layer_name": ("layer", np.array(layer_names, dtype=str)),
+        "n_terms": np.array(counts, dtype=int),
+    }
+    return xr.Dataset(variables, coords)

@@ -16,9 +16,15 @@ from workbench.callbacks.faults.communication import LowPrecisionReduction, Stal
 from workbench.errors import WorkbenchError
 from workbench.formatting import counted
 from workbench.formatting import fine_percent as percent
-from workbench.hardware.emulation import Emulation, Finding
-from workbench.hardware.loss_scale import activation_overflow, gradient_overflow, gradient_range, gradient_underflow
-from workbench.hardware.lost_updates import lost_updates, updating
+from workbench.hardware.emulation import Batch, Emulation, Finding, NotMeasured, WorkingCopy, compare
+from workbench.hardware.number_formats import (
+    activation_overflow,
+    gradient_overflow,
+    gradient_range,
+    gradient_underflow,
+    lost_updates,
+    updating,
+)
 from workbench.hardware.reduction import (
     accumulation_error,
     accumulation_shrinkage,
@@ -28,14 +34,13 @@ from workbench.hardware.reduction import (
     plan_buckets,
     reduction_order,
 )
-from workbench.hardware.share_gradients import Batch, NotMeasured, WorkingCopy, compare
 from workbench.models.batches import count_examples, take_examples
 from workbench.models.block_calls import Site
 from workbench.option_checks import Measured
 from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
-    from workbench.hardware.plan_files import AssessmentPlan
+    from workbench.hardware.plan import AssessmentPlan
 
 
 #: Number of micro-batches whose gradients are measured with and without the effect.
@@ -135,15 +140,7 @@ def pipeline_boundaries(emulation: Emulation) -> Finding:
 
 
 def split_matrices(model: nn.Module, blocks: Iterable[str], width: int, n: int, dtype: str) -> list[str]:
-    """Change the matrices of some blocks so that they multiply as if they were split over ``n`` devices.
-
-    Args:
-        model: The model, changed in place.
-        blocks: Module paths of the blocks.
-        width: Width of the residual stream.
-        n: Number of devices.
-        dtype: Format of the communicated values.
-    """
+    """Change the matrices of some blocks so that they multiply as if they were split over ``n`` devices."""
     fault = LowPrecisionReduction(n_ranks=n, dtype=dtype)
     found = []
     for block in blocks:
@@ -476,19 +473,13 @@ def _computes_low(plan: AssessmentPlan) -> bool:
     return plan.compute_dtype is not torch.float32
 
 
-def _has_low_gradients(plan: AssessmentPlan) -> bool:
-    hardware = plan.hardware
-    return _computes_low(plan) or {hardware.gradient_dtype, hardware.accumulation_dtype} != {"float32"}
+def _has_low_gradients(plan: AssessmentPlan, *, of: tuple[str, ...] = ("bfloat16", "float16")) -> bool:
+    name = str(plan.compute_dtype).removeprefix("torch.")
+    return not {name, plan.hardware.gradient_dtype, plan.hardware.accumulation_dtype}.isdisjoint(of)
 
 
 def _has_fixed_scale(plan: AssessmentPlan) -> bool:
-    hardware = plan.hardware
-    is_half = plan.compute_dtype is torch.float16 or "float16" in (hardware.gradient_dtype, hardware.accumulation_dtype)
-    return is_half and hardware.loss_scale != "dynamic"
-
-
-def _loses_updates(plan: AssessmentPlan) -> bool:
-    return plan.hardware.weight_dtype != "float32" and not plan.hardware.master_weights
+    return _has_low_gradients(plan, of=("float16",)) and plan.hardware.loss_scale != "dynamic"
 
 
 _OF_NOISE = "of the batch's sampling noise"
@@ -519,7 +510,8 @@ HAZARDS: tuple[Hazard, ...] = (
         accumulation_shrinkage, "of the gradient", 0.01, 0.1, _SHRINKAGE, "accumulation_dtype", "float32",
     ),
     Hazard(
-        "lost_updates", "Updates lost in low-precision parameters", "master_weights", _loses_updates, lost_updates,
+        "lost_updates", "Updates lost in low-precision parameters", "master_weights",
+        lambda plan: plan.hardware.weight_dtype != "float32" and not plan.hardware.master_weights, lost_updates,
         "of the intended change", 0.05, 0.5, _LOST, "master_weights", "true",
     ),
     Hazard(

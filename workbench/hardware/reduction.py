@@ -13,9 +13,8 @@ from torch import Tensor
 from workbench.callbacks.faults.communication import LowPrecisionReduction, in_buckets, ring_sum
 from workbench.formatting import counted
 from workbench.formatting import fine_percent as percent
-from workbench.hardware.emulation import Emulation, Finding
-from workbench.hardware.plan_sections import DTYPES
-from workbench.hardware.share_gradients import Discrepancy, NotMeasured, Terms
+from workbench.hardware.emulation import Discrepancy, Emulation, Finding, NotMeasured, Terms
+from workbench.hardware.plan import DTYPES
 
 #: Maximum number of terms that are emulated; the error of more terms is extrapolated.
 MAX_TERMS = 1024
@@ -29,15 +28,7 @@ Sum = Callable[[Tensor, str], Tensor]
 
 
 def running_sum(terms: Tensor, dtype: str) -> Tensor:
-    """Add terms in sequence with rounding after each, as an accumulation buffer and one chunk of a ring do.
-
-    Args:
-        terms: Terms, shape (term, entry).
-        dtype: Format of the buffer.
-
-    Returns:
-        The sum as float32, shape (entry,).
-    """
+    """Add terms in sequence with rounding after each, as an accumulation buffer and one chunk of a ring do."""
     kind = DTYPES[dtype]
     total = terms[0].to(kind)
     for term in terms[1:]:
@@ -60,14 +51,6 @@ def reduced(terms: Tensor, dtype: str, order: str) -> Tensor:
 
     A ring of up to 32 ranks is emulated chunk by chunk, each starting at another rank. With more ranks, all entries are
     added like the first chunk, because the first rank does not matter for terms of the same distribution.
-
-    Args:
-        terms: Terms, shape (rank, entry).
-        dtype: Format of the communicated values.
-        order: ``"ring"`` or ``"tree"``.
-
-    Returns:
-        The sum as float32, shape (entry,).
     """
     if len(terms) == 1:
         return terms[0].to(DTYPES[dtype]).float()
@@ -215,17 +198,7 @@ def extrapolated(counts: Sequence[int], values: Sequence[float], n: int) -> floa
 def error_of_sum(
     emulation: Emulation, *, n_terms: int, rows: int, dtype: str, add: Sum, what: str, n_sums: int = 1
 ) -> Finding:
-    """Measure the error of a sum of ``n_terms`` gradients, each of ``rows`` examples, at several numbers of terms.
-
-    Args:
-        emulation: Emulation with the gradients.
-        n_terms: Number of terms in the plan.
-        rows: Number of examples of each term.
-        dtype: Format of the sum.
-        add: Function that computes the sum.
-        what: Beginning of the sentence about the result; also part of the seed of the draws.
-        n_sums: Number of such sums, one for each rank, of which the mean is used; their independent errors average out.
-    """
+    """Measure the error of a sum of ``n_terms`` gradients, each of ``rows`` examples, at several numbers of terms."""
     if n_terms < 2:
         raise NotMeasured("there is one term, so nothing is added")
     if what not in emulation.known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from workbench.assessment.failure_modes.criteria import LIMIT, RATE, SLOW_RATE
+from workbench.assessment.criteria import LIMIT, RATE, SLOW_RATE
 from workbench.assessment.verdict import DECIDES
 from workbench.formatting import capitalized, clause, listed, lowered, title_of
 from workbench.reports import effect_space

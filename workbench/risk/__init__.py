@@ -15,8 +15,7 @@ See Also:
 from __future__ import annotations
 
 from workbench.option_checks import publish
-from workbench.risk.edge_model import EdgeModel, fit, load, shipped
-from workbench.risk.edge_regression import Edges
+from workbench.risk.edge_model import EdgeModel, Edges, fit, load, shipped
 from workbench.risk.features import FEATURES
 from workbench.risk.risk import Probability, Risk, over_rates, predict
 from workbench.risk.scores import reliability

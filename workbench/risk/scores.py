@@ -165,16 +165,7 @@ def reliability(
 
 
 def _concordance(score: np.ndarray, label: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weighted numbers of pairs in the correct order (ties count half) and of all pairs.
-
-    Args:
-        score: Scores, shape (run,).
-        label: Whether each run diverged, shape (run,).
-        weight: Weights of the runs, shape (resample, run).
-
-    Returns:
-        Two arrays of shape (resample,).
-    """
+    """Return the weighted numbers of pairs in the correct order (ties count half) and of all pairs."""
     order = np.argsort(score, kind="stable")
     starts = np.flatnonzero(np.concatenate([[True], score[order][1:] != score[order][:-1]]))
     weight, label = weight[:, order], label[order]

@@ -11,8 +11,7 @@ See Also:
 """
 
 from workbench.option_checks import publish
-from workbench.scaling.designs import Design
-from workbench.scaling.width_matching import matched_width
+from workbench.scaling.designs import Design, matched_width
 
 __all__ = ["Design", "matched_width"]
 

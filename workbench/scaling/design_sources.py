@@ -122,14 +122,6 @@ def resized(config: Any, width: int, depth: int, choices: int | None, *, reads_i
     widths and the ranks of factorized matrices are proportional to the width; the number of experts does not change.
     Options with an entry for each block keep the entries of consecutive blocks, starting at the first position with the
     largest number of different kinds.
-
-    Args:
-        config: The configuration, which is not changed.
-        width: Width of the residual stream.
-        depth: Number of residual blocks; of an encoder-decoder model that of the decoder, with the encoder in
-            proportion.
-        choices: Number of tokens, or of classes if the model reads images; None keeps that of the configuration.
-        reads_images: Whether the model reads only images.
     """
     changed = copy.deepcopy(config)
     if hasattr(changed, "quantization_config"):  # Initial parameters are not quantized.

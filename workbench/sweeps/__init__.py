@@ -16,10 +16,8 @@ See Also:
 
 from workbench.option_checks import publish
 from workbench.sweeps.case_measures import measure_case
-from workbench.sweeps.execution import make_run, run
-from workbench.sweeps.planned_runs import replan
-from workbench.sweeps.run_settings import TASKS, RunSettings, grid
-from workbench.sweeps.sweep_store import SweepStore
+from workbench.sweeps.execution import SweepStore, make_run, run
+from workbench.sweeps.run_settings import TASKS, RunSettings, grid, replan
 
 __all__ = ["TASKS", "RunSettings", "SweepStore", "grid", "make_run", "measure_case", "replan", "run"]
 

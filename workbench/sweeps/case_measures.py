@@ -7,9 +7,9 @@ import itertools
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -26,17 +26,13 @@ from workbench.models.probing import family_options, undisturbed
 from workbench.models.profile import profile
 from workbench.models.residual_check import require_residuals
 from workbench.models.subject import Subject
-from workbench.option_checks import Bound, NonNegativeInt, PositiveFloat, PositiveInt
+from workbench.option_checks import PositiveInt
 from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of
-from workbench.sweeps.planned_runs import describe_plan
+from workbench.sweeps.run_settings import describe_plan
 from workbench.tasks import as_task
-from workbench.training.training_plan import DEFAULT_RATE, TrainingPlan
+from workbench.training.training_plan import DEFAULT_RATE, TrainingOptions, TrainingPlan, takes_settings
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from workbench.training.training_plan import TrainingPlan
-
     Loss = Callable[[Tensor, Tensor], Tensor]
     Batch = tuple[Any, Tensor]
     import xarray as xr
@@ -54,13 +50,9 @@ N_PILOT_UPDATES = 10
 
 
 def pilot_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, loss: Loss) -> float:
-    """Find the learning rate at which a copy diverges within ten updates at that constant learning rate.
+    """Find the constant learning rate from which a copy diverges within ten updates, without warm-up and schedule.
 
-    Warm-up and schedule are ignored. The rate is found by bisection, assuming that all larger rates diverge too.
-
-    Returns:
-        A rate between the smallest and the largest of ``TRIED_RATES``; infinite if none of them diverges; NaN if the
-        optimizer needs several gradients for an update, or is an existing one, which cannot be tried on a copy.
+    It is NaN if the optimizer needs several gradients for an update, or is an existing one, which cannot be tried.
     """
     if _Copy(model, loss).optimizer(plan, 1.0) is None:
         return math.nan
@@ -77,26 +69,7 @@ def pilot_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, l
             optimizer.step()
         return False
 
-    low, high = -1, len(TRIED_RATES)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if diverges(float(TRIED_RATES[middle])) else (middle, high)
-    return _refined(high, diverges)
-
-
-@dataclass
-class _Line:
-    """The parameters after the optimizer's first update, as a function of the learning rate."""
-
-    trial: _Copy
-    base: list[Tensor]
-    change: list[Tensor]
-
-    def move(self, rate: float) -> None:
-        """Set the parameters to those after an update at a learning rate."""
-        with torch.no_grad():
-            for parameter, start, change in zip(self.trial.parameters, self.base, self.change, strict=True):
-                parameter.copy_(start + rate * change)
+    return _first_rate(diverges, in_order=True)
 
 
 def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss) -> dict[str, float]:
@@ -109,11 +82,7 @@ def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss)
     which cannot be tried on a copy.
     """
     trial = _Copy(model, loss)
-
-    def measure() -> tuple[float, float]:
-        return trial.measure(batch)
-
-    start_loss, grad_norm = measure()
+    start_loss, grad_norm = trial.measure(batch)
     found = dict.fromkeys(("overshoot_rate", "breaking_rate", "unit_change_rate"), math.nan)
     found["initial_grad_norm"] = grad_norm
     if not math.isfinite(grad_norm):
@@ -126,15 +95,21 @@ def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss)
         return found
     optimizer.step()
     change = [parameter.detach() - start for parameter, start in zip(trial.parameters, base, strict=True)]
-    line = _Line(trial, base, change)
-    line.move(0.0)
+
+    @torch.no_grad()
+    def move(rate: float) -> None:
+        """Set the parameters to those after an update at a learning rate."""
+        for parameter, start, by in zip(trial.parameters, base, change, strict=True):
+            parameter.copy_(start + rate * by)
+
+    move(0.0)
     start_logits = trial.logits(batch[0])
     measured: dict[float, tuple[float, float]] = {}
 
     def measured_at(rate: float) -> tuple[float, float]:
         if rate not in measured:
-            line.move(rate)
-            measured[rate] = measure()
+            move(rate)
+            measured[rate] = trial.measure(batch)
         return measured[rate]
 
     def diverges(rate: float) -> bool:
@@ -144,7 +119,7 @@ def trial_update(model: nn.Module, batch: Batch, plan: TrainingPlan, loss: Loss)
         return not measured_at(rate)[0] <= start_loss * (1 + _SMALLEST_RISE)
 
     def changes_much(rate: float) -> bool:
-        line.move(rate)
+        move(rate)
         return not float((trial.logits(batch[0]) - start_logits).square().mean().sqrt()) < _UNIT_CHANGE
 
     return found | {
@@ -165,10 +140,8 @@ def first_update(
     that it changes the outputs as it would at the full width: the entries of an Adam update all have about the same
     magnitude, and their contributions add up over the inputs (Yang et al., arXiv:2203.03466).
 
-    Returns:
-        ``loss_over_guess`` and ``function_change``; infinite where the loss or predictions are not finite. The change
-        is NaN if the optimizer needs several gradients for an update, or is an existing one. Both are NaN if the loss
-        is not `token_loss`.
+    Both are infinite where the loss or predictions are not finite, and NaN if the loss is not `token_loss`. The change
+    is also NaN if the optimizer needs several gradients for an update, or is an existing one.
     """
     if loss is not token_loss:  # The model need not predict classes.
         return {"loss_over_guess": math.nan, "function_change": math.nan}
@@ -196,23 +169,25 @@ def first_update(
     return found | {"function_change": change if math.isfinite(change) else math.inf}
 
 
-def _first_rate(is_too_large: Callable[[float], bool]) -> float:
-    """Return the smallest rate that is too large, found on the coarse grid from below and refined by bisection."""
-    index = next((i for i, rate in enumerate(TRIED_RATES) if is_too_large(float(rate))), len(TRIED_RATES))
-    return _refined(index, is_too_large)
+def _first_rate(is_too_large: Callable[[float], bool], *, in_order: bool = False) -> float:
+    """Return the limit above which rates are too large: infinite above the grid, and no smaller than its first rate.
 
-
-def _refined(index: int, is_too_large: Callable[[float], bool]) -> float:
-    """Return the limit between a rate of the grid that is too large and the one before it, refined by bisection."""
-    if index == len(TRIED_RATES):
-        return math.inf
-    if index == 0:
-        return float(TRIED_RATES[0])
-    low, high = np.log(TRIED_RATES[index - 1 : index + 1])
+    The coarse grid is searched from below, or by bisection if all rates above the limit are too large (``in_order``);
+    the limit between two rates of the grid is refined by bisection.
+    """
+    low, high = -1, len(TRIED_RATES)
+    while in_order and high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_too_large(float(TRIED_RATES[middle])) else (middle, high)
+    if not in_order:
+        high = next((i for i, rate in enumerate(TRIED_RATES) if is_too_large(float(rate))), high)
+    if high in (0, len(TRIED_RATES)):
+        return math.inf if high else float(TRIED_RATES[0])
+    below, above = np.log(TRIED_RATES[high - 1 : high + 1])
     for _ in range(_N_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_too_large(math.exp(middle)) else (middle, high)
-    return math.exp((low + high) / 2)
+        between = (below + above) / 2
+        below, above = (below, between) if is_too_large(math.exp(between)) else (between, above)
+    return math.exp((below + above) / 2)
 
 
 class _Copy:
@@ -257,28 +232,19 @@ _OF_UPDATES = ("initial_grad_norm", "overshoot_rate", "breaking_rate", "unit_cha
 SPECTRAL = tuple(name for name, rule in MEASURES.items() if "layer" in rule.dims and "mode" not in rule.dims)
 
 
+@takes_settings()
 def measure_case(
     model: nn.Module | Subject,
     task: Any,
     *,
+    n_steps: PositiveInt,
     architecture: str = "",
     n_snapshots: PositiveInt = 1024,
     stack: str | None = None,
     takes_gradients: bool = True,
     runs_pilot: bool = True,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
-    n_steps: PositiveInt,
-    learning_rate: PositiveFloat | None = None,
-    warmup: NonNegativeInt = 0,
-    schedule: str | Callable[[int], float] = "constant",
-    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
-    optimizer_options: Mapping[str, Any] | None = None,
-    clip_norm: PositiveFloat | None = None,
-    precision: str = "float32",
-    seed: int = 0,
-    loss_limit: Bound = 50.0,
-    grad_norm_limit: Bound = 500.0,
-    stops_at_divergence: bool = True,
+    **settings: Unpack[TrainingOptions],
 ) -> xr.Dataset:
     """Measure the features of a risk model for one planned run, without changing the model.
 
@@ -286,6 +252,7 @@ def measure_case(
         model: The model in its initial state.
         task: The task of the planned run; see `workbench.tasks.as_task`. Spectra are measured on held-out inputs,
             everything else on the first batches of the task's stream.
+        n_steps: Planned number of updates.
         architecture: Name of the model in tables and figures; by default the name of its class.
         n_snapshots: Number of token states from which the spectra are computed.
         stack: Name of the block stack to measure, if the model has several.
@@ -294,18 +261,7 @@ def measure_case(
         runs_pilot: Also measure the learning rate at which a copy diverges within ten updates, which costs about a
             hundred updates in total; it is NaN otherwise, and without gradients.
         loss: Function of logits and targets that returns a 0-dim tensor.
-        n_steps: Planned updates; this and the arguments below are those of `TrainingPlan`.
-        learning_rate: Peak learning rate; if None, 1e-3 or that of an existing optimizer.
-        warmup: Steps of the warm-up.
-        schedule: Schedule after the warm-up.
-        optimizer: Name of a class in ``torch.optim``, a function that creates an optimizer, or an existing one.
-        optimizer_options: Options of a named optimizer; None uses its defaults.
-        clip_norm: Limit at which the norm of all gradients together is clipped; None disables clipping.
-        precision: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        seed: Seed of all randomness in training.
-        loss_limit: A loss above it counts as divergence.
-        grad_norm_limit: A norm of all gradients together above it counts as divergence.
-        stops_at_divergence: Whether the run ends when it diverges.
+        **settings: Settings of the planned training, as in `workbench.train`.
 
     Returns:
         Dataset with one ``run``: a sweep without outcomes; see `workbench.schema.sweeps`.
@@ -328,13 +284,10 @@ def measure_case(
         `workbench.sweeps.replan`: Changes the settings of a case without measuring it again.
     """
     module = model.model if isinstance(model, Subject) else model
-    plan = TrainingPlan(
-        n_steps, learning_rate, warmup, schedule, optimizer, dict(optimizer_options or {}), clip_norm, precision, seed,
-        loss_limit, grad_norm_limit, stops_at_divergence,
-    )  # fmt: skip
+    plan = TrainingPlan(n_steps=n_steps, **settings)
     row = measure_row(
-        model, as_task(task), plan, n_snapshots=n_snapshots, stack=stack, takes_gradients=takes_gradients,
-        runs_pilot=runs_pilot, loss=loss,
+        model, as_task(task), plan, n_snapshots=n_snapshots, stack=stack,
+        takes_gradients=takes_gradients, runs_pilot=runs_pilot, loss=loss,
     )  # fmt: skip
     config = getattr(module, "config", None)
     known = config.as_dict() if config is not None and hasattr(config, "as_dict") else {}

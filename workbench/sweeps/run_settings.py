@@ -7,21 +7,145 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
+
+import numpy as np
+import torch
+from torch import nn
 
 from workbench.callbacks.kss import KSS
 from workbench.errors import OptionError, require_known, require_listed
 from workbench.option_checks import NonNegativeInt, PositiveInt, Range, Seed, checked, one_of
-from workbench.sweeps.planned_runs import describe_plan, plan_of
-from workbench.training.training_plan import TrainingPlan
+from workbench.schema.sweeps import SETTINGS, dtype_of
+from workbench.training.training_plan import DEFAULT_RATE, SCHEDULES, TrainingOptions, TrainingPlan, takes_settings
 from workbench.zoo import ArchitectureConfig, build
 
 if TYPE_CHECKING:
+    import xarray as xr
     from torch import nn
 
     from workbench.tasks.task import SeededTask
+
+
+#: Settings of a case that cannot be changed without measuring it again.
+_KEPT = ("precision", "seed", "loss_limit", "grad_norm_limit", "stops_at_divergence")
+
+
+def plan_of(training: Mapping[str, Any]) -> TrainingPlan:
+    """Create a training plan from its settings."""
+    known = tuple(item.name for item in fields(TrainingPlan))
+    require_known("A training run", training, known, word="setting")
+    if "n_steps" not in training:
+        raise OptionError("A planned run needs n_steps, the number of updates; add it to its training plan.")
+    return TrainingPlan(**training)
+
+
+def describe_plan(plan: TrainingPlan, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that plan and configuration determine, with the names of ``schema.sweeps.SETTINGS``."""
+    optimizer = plan.optimizer if isinstance(plan.optimizer, str) else ""
+    if isinstance(plan.optimizer, torch.optim.Optimizer):
+        optimizer = type(plan.optimizer).__name__
+        defaults = dict(plan.optimizer.defaults)
+    elif optimizer:
+        any_model = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+        created = replace(plan, learning_rate=plan.learning_rate or DEFAULT_RATE).optimizer_for(any_model)
+        optimizer, defaults = type(created).__name__, dict(created.defaults)
+    else:
+        defaults = {}
+    betas = defaults.get("betas")
+    rate = defaults.get("lr", DEFAULT_RATE) if plan.learning_rate is None else plan.learning_rate
+    return {
+        "family": config.get("family", ""),
+        "norm": config.get("norm", ""),
+        "initialization": config.get("initialization") or ("normal" if config.get("family") else ""),
+        "init_std": float(config.get("init_std", math.nan)),
+        "learning_rate": float(rate),
+        "warmup": plan.warmup,
+        "schedule": plan.schedule if isinstance(plan.schedule, str) else "custom",
+        "mean_rate_share": float(np.mean([plan.rate_factor(step) for step in range(plan.n_steps)])),
+        "optimizer": optimizer,
+        "momentum": float(betas[0]) if betas else float(defaults.get("momentum", 0.0)),
+        "weight_decay": float(defaults.get("weight_decay", 0.0) or 0.0),
+        "clip_norm": math.nan if plan.clip_norm is None else float(plan.clip_norm),
+        "n_steps": plan.n_steps,
+        "seed": plan.seed,
+    }
+
+
+@takes_settings(without=_KEPT, default="unchanged")
+def replan(case: xr.Dataset, *, n_steps: int | None = None, **settings: Unpack[TrainingOptions]) -> xr.Dataset:
+    """Change the settings of cases without measuring them again; omitted settings keep their values.
+
+    Args:
+        case: Cases from `measure_case`, or rows of a sweep.
+        n_steps: Number of updates.
+        **settings: Settings of the training, as in `workbench.train`. Another optimizer without ``optimizer_options``
+            has its default options. None leaves a setting unchanged, but disables clipping.
+
+    Returns:
+        The same cases with changed settings. With another optimizer or clipping ``overshoot_rate``,
+        ``breaking_rate``, ``unit_change_rate`` and ``rehearsed_rate`` are NaN, because they were measured with the
+        old one.
+
+    Raises:
+        OptionError: If a setting is invalid, or if the schedule of a case is a function or its optimizer is not from
+            ``torch.optim``, because these cannot be restored from the record.
+
+    Example:
+        >>> import workbench as wb
+        >>> cases = wb.samples.open("divergence_sweep", "held out").isel(run=slice(0, 2))
+        >>> wb.sweeps.replan(cases, learning_rate=0.02)["learning_rate"].values
+        array([0.02, 0.02])
+
+    See Also:
+        `workbench.sweeps.measure_case`: Measures a case.
+        `workbench.risk.over_rates`: Predicts the risk of a case over a range of learning rates.
+    """
+    import xarray as xr
+
+    changes: dict[str, Any] = {
+        name: value
+        for name, value in {"n_steps": n_steps, **settings}.items()
+        if value != "unchanged" and (value is not None or name == "clip_norm")
+    }
+    rows = []
+    for i in range(case.sizes["run"]):
+        one = case.isel(run=[i])
+        text = json.loads(str(one["settings"].values[0]))
+        before: dict[str, Any] = dict(text.get("training", text))
+        before.pop("seed", None)
+        if "optimizer" in changes and "optimizer_options" not in changes:
+            before.pop("optimizer_options", None)
+        for name, default, known in (
+            ("schedule", SCHEDULES[0], set(SCHEDULES)),
+            ("optimizer", "AdamW", set(vars(torch.optim))),
+        ):
+            value = before.get(name, default)
+            if name not in changes and value not in known:
+                raise OptionError(
+                    f"The {name} of the case is '{value}', which cannot be restored from the record; pass {name}=."
+                )
+        plan = plan_of({**before, **changes})
+        of_model = ("family", "norm", "initialization", "init_std", "seed")
+        described = {name: value for name, value in describe_plan(plan, {}).items() if name not in of_model}
+        one = one.assign_coords(
+            {
+                name: (("run",), np.array([value], dtype=dtype_of(name, SETTINGS[name].kind)), SETTINGS[name].attrs)
+                for name, value in described.items()
+            }
+        )
+        inner = {**before, **{name: getattr(plan, name) for name in changes}}
+        outer = json.dumps({**text, "training": inner} if "training" in text else inner, default=str, sort_keys=True)
+        one = one.assign_coords(settings=("run", np.array([outer]), SETTINGS["settings"].attrs))
+        if {"optimizer", "optimizer_options", "clip_norm"} & set(changes):
+            stale = {"overshoot_rate", "breaking_rate", "unit_change_rate", "rehearsed_rate"} & set(one.data_vars)
+            one = one.assign({name: one[name] * np.nan for name in stale})
+        rows.append(one)
+    return xr.concat(rows, "run", combine_attrs="override") if len(rows) > 1 else rows[0]
+
 
 TASKS = ("associative_recall", "synthetic_lm", "random_tokens", "text_bytes", "digits")
 KINDS_OF_KSS = ("published", "recommended")

@@ -52,9 +52,6 @@ class SyntheticLM(SequenceTask):
     def sequence(self, row: int) -> Tensor:
         """Return sequence number ``row`` of the split and the token that follows it.
 
-        Args:
-            row: Number of the sequence.
-
         Returns:
             int64, shape (``length`` + 1,).
         """

@@ -83,10 +83,6 @@ class SeededTask(ABC):
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
         """Return batch number ``index`` of the stream; negative numbers are used by `probe` and never for training.
 
-        Args:
-            index: Number of the batch.
-            device: Device of the tensors.
-
         Returns:
             Inputs and targets.
         """
@@ -103,14 +99,7 @@ class SeededTask(ABC):
 
     @checked
     def stream(self, start: NonNegativeInt = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return an endless iterator over the batches from number ``start`` on.
-
-        Args:
-            start: Number of the first batch.
-
-        Raises:
-            OptionError: If ``start`` is negative.
-        """
+        """Return an endless iterator over the batches from number ``start`` on."""
         return (self.batch(index) for index in count(start))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -119,23 +108,13 @@ class SeededTask(ABC):
 
     @checked
     def probe(self, n_tokens: PositiveInt) -> Tensor:
-        """Return held-out inputs; see `held_out`.
-
-        Args:
-            n_tokens: Number of token states.
-        """
+        """Return held-out inputs; see `held_out`."""
         return self.held_out(n_tokens)[0]
 
     def held_out(self, n_tokens: int) -> tuple[Tensor, Tensor]:
         """Return held-out inputs and targets, from the validation split if there is one, else never used in training.
 
         They do not depend on ``batch_size``.
-
-        Args:
-            n_tokens: Number of token states; if fewer can be held out, all of them are returned.
-
-        Raises:
-            OptionError: If ``n_tokens`` is below 1.
         """
         n_rows = -(-n_tokens // self.states_per_row)
         changes: dict[str, Any] = {"split": "validation"} if hasattr(self, "split") else {}
@@ -178,12 +157,6 @@ def shuffled_rows(n_rows: int, *, batch_size: int, index: int, key: tuple[str | 
 
     The last batch of an epoch is completed with rows of the next one, so that all batches have the same size.
 
-    Args:
-        n_rows: Rows in an epoch.
-        batch_size: Rows in a batch.
-        index: Number of the batch.
-        key: Identifies the sequence of orders, for example by task, split and seed.
-
     Returns:
         Row numbers as int64, shape (batch,).
     """
@@ -198,12 +171,7 @@ def shuffled_rows(n_rows: int, *, batch_size: int, index: int, key: tuple[str | 
 
 @dataclass(frozen=True)
 class LaterBatches:
-    """Task whose stream begins at a later batch of another task.
-
-    Args:
-        task: The other task.
-        first: Number of its batch with which the stream begins.
-    """
+    """Task whose stream begins at a later batch of another task."""
 
     task: Task
     first: int
@@ -226,12 +194,7 @@ _N_COUNTED = 100
 
 
 def frequency_loss(task: Task, targets: Tensor) -> float:
-    """Compute the mean cross entropy, in nats, of the predictor that knows only the frequencies of the classes.
-
-    Args:
-        task: Task whose first 100 batches are counted. One is added to each count, so that no probability is 0.
-        targets: Classes to predict, of any shape; negative ones are ignored.
-    """
+    """Compute the mean cross entropy, in nats, of the predictor that knows only the frequencies of the classes."""
     known = torch.cat([seen.flatten() for _, seen in islice(task.stream(0), _N_COUNTED)])
     known, targets = known[known >= 0], targets[targets >= 0]
     n_classes = int(max(known.max(), targets.max())) + 1

@@ -99,7 +99,8 @@ class DataTask:
     def __init__(self, source: Iterable[Any], *, seed: int, description: Mapping[str, str | int]) -> None:
         self._source = source
         self._seed = seed
-        self._own_generators = OwnGenerators(source)
+        self._generators = _find_generators(source)
+        self._initial_states = [_get_state(each) for each in self._generators]
         self._description = {"task": "data", **description, "seed": seed}
         with suppress(TypeError, NotImplementedError):
             self._description["n_batches"] = len(source)  # type: ignore[arg-type]
@@ -117,12 +118,9 @@ class DataTask:
 
         They are not held out: a long run is also trained on them. Batches of different lengths are padded at the end if
         they have an ``attention_mask``; otherwise only those of the length of the first one are used.
-
-        Args:
-            n_tokens: Number of token states; if an epoch has fewer, all of them are returned.
         """
         if n_tokens not in self._probes:
-            draws = PrivateDraws(self._own_generators)
+            draws = PrivateDraws(self._generators, self._initial_states)
             draws.begin_epoch(mixed_seed("data", "probe", self._seed))
             batches = map(as_batch, _one_pass(self._private_source(), draws, epoch=0))
             self._probes[n_tokens] = merged(enough_inputs(batches, n_tokens))
@@ -134,7 +132,7 @@ class DataTask:
 
     def _raw_batches(self) -> Iterator[Any]:
         source = self._private_source()
-        draws = PrivateDraws(self._own_generators)
+        draws = PrivateDraws(self._generators, self._initial_states)
         for epoch in count():
             draws.begin_epoch(mixed_seed("data", "epoch", self._seed, epoch))
             is_empty = True
@@ -161,7 +159,7 @@ class OneShotTask:
     """Task from a generator, which can be read only once and from the beginning; created by `as_task`."""
 
     def __init__(self, source: Iterator[Any], *, seed: int) -> None:
-        draws = PrivateDraws(OwnGenerators(source))
+        draws = PrivateDraws(_find_generators(source))
         draws.begin_epoch(mixed_seed("data", "epoch", seed, 0))
         self._batches = map(as_batch, _one_pass(source, draws, epoch=0))
         self._read_ahead = list(islice(self._batches, 1))
@@ -316,38 +314,16 @@ _PARTS = ("dataset", "datasets", "sampler", "batch_sampler", "data_source", "tra
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-class OwnGenerators:
-    """Random generators that a source keeps as attributes, and their initial states."""
-
-    def __init__(self, source: Any) -> None:
-        self._generators = _find_generators(source)
-        self.initial_states = self.states()
-
-    def states(self) -> list[Any]:
-        """Return the state of each generator."""
-        return [_get_state(generator) for generator in self._generators]
-
-    def restore(self, states: list[Any]) -> None:
-        """Restore the state of each generator."""
-        for generator, state in zip(self._generators, states, strict=True):
-            if isinstance(generator, np.random.Generator):
-                generator.bit_generator.state = state
-            elif isinstance(generator, random.Random):
-                generator.setstate(state)
-            else:
-                generator.set_state(state)
-
-
 class PrivateDraws:
     """Random numbers of one stream over a source, from the global generators and those of the source.
 
-    The generators of the source begin in their initial states; the global ones are seeded in each epoch. Outside the
-    blocks of `active`, all of them have the states of the rest of the process.
+    The generators of the source begin in their states at the creation of the task; the global ones are seeded in each
+    epoch. Outside the blocks of `active`, all of them have the states of the rest of the process.
     """
 
-    def __init__(self, own: OwnGenerators) -> None:
-        self._own = own
-        self._states = own.initial_states
+    def __init__(self, generators: list[Any], initial_states: list[Any] | None = None) -> None:
+        self._generators = generators
+        self._states = [_get_state(each) for each in generators] if initial_states is None else initial_states
         self._globals = RandomStream(0)
 
     def begin_epoch(self, seed: int) -> None:
@@ -357,14 +333,24 @@ class PrivateDraws:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Draw all random numbers within the ``with`` block from this stream."""
-        outside = self._own.states()
-        self._own.restore(self._states)
+        outside = self._exchange(self._states)
         try:
             with self._globals.active():
                 yield
         finally:
-            self._states = self._own.states()
-            self._own.restore(outside)
+            self._states = self._exchange(outside)
+
+    def _exchange(self, states: list[Any]) -> list[Any]:
+        """Set the states of the source's generators, and return the ones before."""
+        before = [_get_state(each) for each in self._generators]
+        for generator, state in zip(self._generators, states, strict=True):
+            if isinstance(generator, np.random.Generator):
+                generator.bit_generator.state = state
+            elif isinstance(generator, random.Random):
+                generator.setstate(state)
+            else:
+                generator.set_state(state)
+        return before
 
 
 def _find_generators(source: Any) -> list[Any]:

@@ -176,15 +176,16 @@ class TrainingOptions(TypedDict, total=False):
 Trains = TypeVar("Trains", bound=Callable[..., Any])
 
 
-def takes_settings(*, without: Collection[str] = ()) -> Callable[[Trains], Trains]:
+def takes_settings(*, without: Collection[str] = (), default: str = "") -> Callable[[Trains], Trains]:
     """Return a decorator that shows fields of `TrainingPlan` in a signature in place of ``**settings``.
 
     Args:
         without: Fields that the function does not take.
+        default: A word for what an omitted setting means; by default it has the value of a plan.
     """
-    hints = get_type_hints(TrainingOptions, include_extras=True)
-    defaults = {each.name: NO_OPTIONS if each.default is MISSING else each.default for each in fields(TrainingPlan)}
-    return unpacking({name: (kind, defaults[name]) for name, kind in hints.items() if name not in without})
+    kinds = get_type_hints(TrainingOptions, include_extras=True)
+    values = {each.name: NO_OPTIONS if each.default is MISSING else each.default for each in fields(TrainingPlan)}
+    return unpacking({name: (kinds[name], default or values[name]) for name in kinds if name not in without})
 
 
 def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:

@@ -133,12 +133,6 @@ def b_spline_bases(x: Tensor, *, n_grid: int, order: int, half_range: float) -> 
     decrease to zero outside. Only the ``order + 1`` functions that are nonzero at a point are computed (the recursion
     of Cox and de Boor for uniform knots), which needs little memory for autograd.
 
-    Args:
-        x: Points, any shape.
-        n_grid: Number of intervals between -half_range and half_range.
-        order: Degree of the splines, at least 1.
-        half_range: Half the width of the grid.
-
     Returns:
         Values, shape (..., n_grid + order); NaN at points that are NaN.
     """
@@ -376,10 +370,6 @@ def rotate(x: Tensor, base: float) -> Tensor:
     """Rotate queries or keys by their positions (Su et al. 2021, arXiv:2104.09864).
 
     Feature i of the first half and feature i of the second half form a pair that is rotated.
-
-    Args:
-        x: Queries or keys, shape (batch, head, token, feature), an even number of features.
-        base: Base of the frequencies, base^(-2i / n_features) radians per token.
 
     Returns:
         The rotated tensor, shaped like ``x``; position 0 is unchanged.

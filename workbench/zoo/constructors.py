@@ -50,11 +50,7 @@ class VisionTransformer(ZooModel):
         self.head = nn.Linear(config.d_model, config.n_classes, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of the classes, shape (batch, class).
-
-        Args:
-            images: Images, shape (batch, channel, height, width).
-        """
+        """Return the logits of the classes, shape (batch, class)."""
         x = self.patch_embedding(self._patches(images))
         if self.position_embedding is not None:
             x = x + self.position_embedding(torch.arange(x.shape[1], device=x.device))

@@ -33,11 +33,7 @@ class Decoder(ZooModel):
         self.tie()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the next token, shape (batch, token, vocabulary).
-
-        Args:
-            tokens: Token ids, shape (batch, token).
-        """
+        """Return the logits of the next token, shape (batch, token, vocabulary)."""
         if tokens.shape[-1] > self.config.max_length:
             raise OptionError(
                 f"The sequences have {tokens.shape[-1]} tokens, but max_length is {self.config.max_length}; shorten "
