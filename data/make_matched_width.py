@@ -3,7 +3,7 @@
     python data/make_matched_width.py
 
 For each design, three models with the same depth, tokens and seeds are measured: a narrow model with the initialization
-of its library, a narrow model with matched variances (`workbench.scaling.designs`), and the design at its width.
+of its library, a narrow model with matched variances (`workbench.scaling.matched_width`), and the design at its width.
 Writes the measurements of `workbench.assessment.structure` to ``data/matched_width.nc``. Designs with more than a
 billion parameters are measured at a smaller width than the published one, given by the coordinate ``width``.
 """

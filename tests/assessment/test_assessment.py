@@ -247,28 +247,6 @@ def test_every_cited_number_is_in_the_tree(name, request):
     assert set(decisions["criterion"].values) - {""} <= set(criteria["criterion"].values)
 
 
-@pytest.mark.slow
-def test_an_assessment_is_saved_and_read_back(calm, tmp_path):
-    for save, name in ((wb.save, "a.zarr"), (wb.export_netcdf, "a.nc")):
-        back = wb.open_run(save(calm, tmp_path / name))
-        assert back.attrs["verdict"] == calm.attrs["verdict"]
-        for node in calm.children:
-            xr.testing.assert_equal(back[node].to_dataset().load(), calm[node].to_dataset())
-
-
-@pytest.mark.parametrize(
-    ("plan", "name"),
-    [
-        ({"training": {"learning_rat": 1.0}}, "learning_rat"),
-        ({"hardware": {"tensor_parallel": 3}}, "tensor_parallel"),
-        ({"hardware": {"pipeline_parallel": 5}}, "pipeline_parallel"),
-    ],
-)
-def test_an_impossible_plan_is_rejected_before_the_first_measurement(plan, name, model):
-    with pytest.raises(OptionError, check=about(name)):
-        wb.assess(model, plan=plan, progress=lambda text: pytest.fail("something was measured"))
-
-
 def test_a_design_is_dominated_where_another_is_nowhere_worse():
     table = xr.Dataset(
         {

@@ -61,11 +61,6 @@ def test_a_trial_trains_on_separate_batches(model, task):
     assert found["loss"].values[1].tolist() == [record.loss for record in records]
 
 
-def test_a_long_warmup_is_shortened_to_half_of_a_trial(model, task):
-    assert try_plan(model, task, plan(1e-3, warmup=2000), n_updates=6, n_trials=1).attrs["warmup"] == 3
-    assert try_plan(model, task, plan(1e-3, warmup=2), n_updates=6, n_trials=1).attrs["warmup"] == 2
-
-
 @pytest.mark.parametrize(("best", "tried"), [(0.02, 0.02), (0.3, 0.067), (np.nan, 0.025)])
 def test_a_lower_rate_is_the_best_one_of_the_pilot_or_a_quarter_of_the_planned_one(best, tried):
     lower = possible_changes(plan(0.1), best)[-1]

@@ -15,7 +15,6 @@ from workbench.assessment.verdict import (
     HealthyBand,
     column_state,
     evaluate_criteria,
-    healthy_bands,
     summary_of,
     verdict_of,
 )
@@ -124,13 +123,6 @@ def test_without_a_healthy_reference_the_structure_is_not_evaluated():
     assert "the gradient gain along its depth was not measured" in summary_of("it", "cannot say", criteria, modes)
 
 
-def test_an_open_band_is_not_evaluated():
-    criteria, _ = evaluate_criteria(tree_with(), BANDS | {"attention_entropy_share": HealthyBand(n_reference=50)})
-    row = of(criteria, "attention_entropy_share")
-    assert str(row["state"].values) == "not measured"
-    assert "not informative" in str(row["reason"].values)
-
-
 def test_unknown_rates_leave_the_verdict_open_and_no_number_anywhere():
     tree = tree_with(rate=math.nan, slow=math.nan, reason="No rate tried was too large.")
     criteria, modes = evaluate_criteria(tree, BANDS)
@@ -199,14 +191,6 @@ def test_a_value_that_is_not_finite_fails_at_any_size():
     assert (str(row["state"].values), float(row["confidence"])) == ("failing", 1.0)
     assert verdict_of(criteria) == "refuse"
     assert "gradients explode or vanish with depth" in summary_of("it", "refuse", criteria, modes, PROXY)
-
-
-def test_every_shipped_band_has_the_sizes_of_its_models():
-    bands = healthy_bands()
-    assert set(bands) == {criterion.name for criterion in CRITERIA if criterion.band is None}
-    for name, band in bands.items():
-        assert set(band.sizes) == {"width", "blocks"}, name
-        assert all(0 < low <= high for low, high in band.sizes.values())
 
 
 def test_hazards_are_evaluated_by_their_own_limits():

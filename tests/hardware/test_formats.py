@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import workbench as wb
-from tests.hardware.known_gradients import Known, batches, emulation, on_task
+from tests.hardware.known_gradients import Known, batches, emulation
 from workbench.hardware.emulation import NotMeasured
 from workbench.hardware.hazards import late_gradients
 from workbench.hardware.number_formats import (
@@ -60,16 +59,6 @@ def test_a_schedule_loses_the_updates_of_its_low_rates() -> None:
     factors = np.array([1 - step / 100 for step in rates])
     kept = np.where(factors > 0.5, 1.0, 0.0)
     assert linear.shrinkage == pytest.approx(1 - kept.sum() / factors.sum(), abs=1e-6)
-
-
-def test_gains_of_one_do_not_change_in_bfloat16_at_a_common_rate() -> None:
-    model = wb.zoo.transformer(d_model=32, n_layers=2, n_heads=2, vocab_size=64, max_length=16)
-    plan = {"hardware": BF16, "training": {"learning_rate": 1e-4}}
-    finding = lost_updates(on_task(model, plan))
-    assert 0.01 < finding.effect < 1
-    assert "norm" in finding.meaning
-    half = lost_updates(on_task(model, {"hardware": {**BF16, "weight_dtype": "float16"}, "training": plan["training"]}))
-    assert half.effect < finding.effect
 
 
 def test_a_gradient_of_1e_8_underflows_in_float16_without_a_scale() -> None:

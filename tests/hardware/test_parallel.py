@@ -111,26 +111,6 @@ def test_an_error_common_to_all_micro_batches_does_not_average_out() -> None:
     assert finding.effect == float("inf")  # the batches have no sampling noise
 
 
-class Looped(nn.Module):
-    """A model whose residuals are added outside of modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(300, 16), nn.Linear(16, 300)
-        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(16), nn.Linear(16, 16)]) for _ in range(3))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for norm, branch in self.layers:
-            x = x + branch(norm(x))
-        return self.head(x)
-
-
-def test_states_between_modules_cannot_be_rounded() -> None:
-    with pytest.raises(NotMeasured, match="residuals are added outside of modules"):
-        pipeline_boundaries(on_task(Looped(), {"hardware": {"pipeline_parallel": 2}}))
-
-
 def test_reasons_why_parallelism_cannot_be_measured() -> None:
     plan = {"hardware": {"tensor_parallel": 2, "pipeline_parallel": 2}}
     with pytest.raises(NotMeasured, match="no matrix was found"):

@@ -97,16 +97,6 @@ def test_resampled_terms_have_the_length_and_noise_of_the_requested_examples() -
     assert float((average.square() * terms.factor).sum()) == pytest.approx(float(mean.square().sum()), rel=0.3)
 
 
-def test_large_models_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workbench.hardware.emulation.MAX_VALUES", 1000)
-    parameters = [torch.randn(100, 50), torch.randn(7)]
-    layout = GradientLayout.of(parameters, [0, -1], 1, n_shares=4)
-    assert sum(layout.sizes) <= 1000 / 4 + 2
-    flat = layout.flat(parameters)
-    assert float((flat.double().square() * layout.factor).sum()) == pytest.approx(5007, rel=0.25)
-    assert set(layout.layer.tolist()) == {-1, 0}
-
-
 def test_accumulation_that_stops_is_shrinkage() -> None:
     plan = {"hardware": {"accumulation": 1024, "accumulation_dtype": "bfloat16"}}
     finding = accumulation_shrinkage(emulation(Known(), plan))

@@ -88,13 +88,6 @@ def test_rates_are_not_extrapolated_beyond_the_measured_lengths():
     assert "Repeat the pilot with a budget of" in str(found)
 
 
-def test_noise_has_no_best_rate():
-    noise = wb.tasks.random_tokens(length=8, vocab_size=32, batch_size=8)
-    found = wb.find_rate(wb.zoo.transformer(**SIZE), noise, n_steps=400, budget=200, progress=False)
-    assert "No rate learned more than the frequencies of the targets" in str(found)
-    assert math.isnan(found.best_rate.value)
-
-
 def test_a_loss_that_is_never_finite_is_reported():
     found = wb.find_rate(loop=lambda rate, seed: iter([math.nan]), n_steps=100, budget=200, progress=False)
     assert found.reason.startswith("No rate yielded a finite loss")
@@ -145,14 +138,6 @@ def test_rates_for_another_width():
     for optimizer in ("SGD", "MuonWithAdamW"):
         with pytest.raises(OptionError, check=about("optimizer", optimizer)):
             replace(found, optimizer=optimizer).for_width(2.0)
-
-
-def test_the_schedule_of_a_loop_is_that_of_the_planned_training():
-    constant, cosine = (
-        wb.find_rate(loop=known_loop([]), n_steps=600, schedule=name, progress=False) for name in ("constant", "cosine")
-    )
-    assert cosine.rounds[-1].useful_edge == constant.rounds[-1].useful_edge
-    assert cosine.useful_edge.value != constant.useful_edge.value
 
 
 def test_a_loss_that_no_rate_changes_has_no_edge():

@@ -77,21 +77,6 @@ def test_the_best_rate_is_chosen_on_other_seeds():
     assert band.useful_edge > 1e-3
 
 
-def test_a_rate_tried_with_a_single_seed_is_not_the_best():
-    loss, earlier = parabola(1e-3, seeds=(0.0, 0.1, -0.1))
-    loss[7, 1:] = np.nan
-    loss[7, 0] = 1.5
-    assert useful_band(RATES, loss, earlier).best_rate == pytest.approx(1e-3)
-
-
-def test_a_seed_without_a_reference_is_ignored():
-    loss, earlier = parabola(1e-3, seeds=(0.0, 0.1, -0.1))
-    expected = useful_band(RATES, loss[:, :2], earlier[:, :2])
-    earlier[:, 2] = np.nan
-    found = useful_band(RATES, loss, earlier)
-    assert found.useful_edge == pytest.approx(expected.useful_edge)
-
-
 def test_sensitivity_is_the_mean_excess_over_the_range():
     loss = np.array([2.0, 2.0, 2.0, math.inf])
     rates = np.array([1e-4, 1e-3, 1e-2, 1e-1])

@@ -130,18 +130,6 @@ def test_probabilities_follow_from_the_edges(model, others):
         np.testing.assert_allclose(model.predict(low)[outcome], 0.9 if outcome == "too_small" else 0.1)
 
 
-def test_intervals_contain_their_values(model, others):
-    found = model.predict(others[0])
-    for name in (*OUTCOMES, *EDGES):
-        assert (found[f"{name}_low"] <= found[name]).all()
-        assert (found[name] <= found[f"{name}_high"]).all()
-        if name in OUTCOMES:
-            assert (found[f"{name}_low"] >= 0).all()
-            assert (found[f"{name}_high"] <= 1).all()
-    assert (found["failure_high"] - found["failure_low"]).max() > 0.01
-    assert found["failure"].attrs == {"long_name": "probability of not learning well", "units": "1"}
-
-
 # ---- missing predictions
 
 
@@ -258,20 +246,6 @@ def test_incomplete_arguments_of_a_fit_are_rejected(designs, call, error, name):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "name"),
-    [
-        (lambda c: c.assign_coords(learning_rate=0 * c.learning_rate), OptionError, "learning_rate"),
-        (lambda c: c.drop_vars("learning_rate"), SchemaError, "learning_rate"),
-        (lambda c: c.drop_vars("d_model"), SchemaError, "d_model"),
-        (lambda c: c.assign(unit_change_rate=np.nan * c.d_model), SchemaError, "unit_change_rate"),
-    ],
-)
-def test_incomplete_cases_are_rejected(model, designs, change, error, name):
-    with pytest.raises(error, check=about(name)):
-        model.predict(change(designs[0].isel(run=[0])))
-
-
-@pytest.mark.parametrize(
     ("low", "high", "name"),
     [
         ([0.0, np.nan], [0.0, 1.0], "low[1]"),
@@ -300,19 +274,6 @@ def test_a_loaded_model_makes_the_same_predictions(model, others, tmp_path):
     assert all(value == float(f"{value:.6g}") for value in coefficients)
     # Saving the loaded model loses nothing more.
     assert loaded.save(tmp_path / "again.json").read_text() == path.read_text()
-
-
-def test_an_existing_file_is_kept_unless_overwriting_is_requested(model, tmp_path):
-    path = tmp_path / "model.json"
-    path.write_text("other text")
-    with pytest.raises(StoreError):
-        model.save(path)
-    with pytest.raises(StoreError):
-        model.save(path, overwrite=True)
-    assert path.read_text() == "other text"
-    path.unlink()
-    model.save(path)
-    assert wb.risk.load(model.save(path, overwrite=True)).features == model.features
 
 
 @pytest.mark.parametrize(

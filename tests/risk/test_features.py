@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
-import xarray as xr
 
 from tests.about import about, says
 from tests.risk.known_designs import known_designs
-from workbench.errors import OptionError, SchemaError
+from workbench.errors import SchemaError
 from workbench.risk.features import FEATURES, counts_as_diverged, feature_table
 
 
@@ -67,13 +66,6 @@ def test_an_infinite_kreiss_constant_counts_as_its_bound(cases):
 )
 def test_settings_and_scalars(cases, name, changes, expected):
     assert value(cases, name, **changes) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("rate", [0.0, -1e-3, np.nan, np.inf])
-def test_an_invalid_learning_rate_is_rejected_first(rate):
-    only_rates = xr.Dataset(coords={"learning_rate": ("run", [0.1, rate])})
-    with pytest.raises(OptionError, check=about("learning_rate")):
-        feature_table(only_rates, ["d_model"])
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import math
-from itertools import pairwise
 
 import pytest
 import torch
@@ -134,14 +133,6 @@ def test_the_number_of_heads_is_a_multiple_of_their_parts():
     assert of.build(256, vocabulary=16)(torch.arange(8)[None]).logits.shape == (1, 8, 16)
 
 
-def test_nearest_widths_are_fixed_points_and_increase():
-    for name in ("gpt2", "llama-3-8b", "smollm2-135m", "mamba-130m"):
-        of = design(name)
-        nearest = [of.nearest_width(w) for w in range(1, 300, 7)]
-        assert [of.nearest_width(w) for w in nearest] == nearest
-        assert all(a <= b for a, b in pairwise(nearest))
-
-
 def test_configurations_models_folders_and_files_are_equivalent(tmp_path):
     import transformers
 
@@ -177,17 +168,6 @@ def test_a_checkpoint_of_the_zoo_is_a_design():
     assert not same(of.build(), subject.model)  # initial, not trained, parameters
 
 
-def test_lists_with_one_entry_per_block_follow_the_depth():
-    import transformers
-
-    config = transformers.Gemma2Config(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=32,
-    )  # fmt: skip
-    assert len(design(config).build(32, 6).config.layer_types) == 6
-    assert len(design(config).build(32, 2).config.layer_types) == 2
-
-
 def make(width, depth, seed):
     return wb.zoo.transformer(d_model=width, n_layers=depth, n_heads=1, vocab_size=16, seed=seed)
 
@@ -201,15 +181,6 @@ def test_a_function_is_a_design_of_the_given_size():
     assert of.nearest_width(17) == 17
     with pytest.raises(OptionError, check=says("A function has no target size; pass wb.design(..., width=,")):
         design(make)
-
-
-@pytest.mark.medium
-def test_a_target_size_may_be_chosen():
-    of = design("gpt2", width=256, depth=6, name="small one")
-    assert (of.name, of.width, of.depth) == ("small one", 256, 6)
-    assert design(of).describe() == of.describe()
-    assert of.n_weights() == sum(p.numel() for p in of.build().parameters())
-    assert design({"d_model": 64}, width=32, depth=3).describe()["d_model"] == 32
 
 
 @pytest.mark.parametrize(

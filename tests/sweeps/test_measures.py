@@ -135,13 +135,6 @@ def test_measurements_that_need_gradients_are_nan_without_them():
     assert math.isfinite(case["initial_loss"].item())
 
 
-def test_a_custom_model_can_be_a_case():
-    case = wb.sweeps.measure_case(my_model(8, seed=0), task(), n_snapshots=32, architecture="custom", **PLAN)
-    assert (case["family"].item(), case["architecture"].item()) == ("", "custom")
-    assert (case["n_layers"].item(), case["d_model"].item()) == (3, 8)
-    assert math.isnan(case["init_std"].item())
-
-
 def test_stream_rms_is_that_of_the_states():
     untrained = my_model(8, seed=0)
     tokens, _ = next(task().stream())
@@ -163,14 +156,6 @@ def test_the_scale_response_shows_whether_a_norm_removes_the_scale(options, expe
     case = wb.sweeps.measure_case(untrained, task(), n_snapshots=64, runs_pilot=False, **PLAN)
     assert case["scale_response"].item() == pytest.approx(expected, abs=0.1)
     assert not any(module._forward_pre_hooks for module in untrained.modules())
-
-
-def test_if_the_initial_output_is_zero_the_scale_response_is_that_of_the_stream():
-    case = wb.sweeps.measure_case(
-        model("none", initialization="fixup"), task(), n_snapshots=64, runs_pilot=False, **PLAN
-    )
-    assert case["logit_std"].item() == 0
-    assert case["scale_response"].item() == pytest.approx(1)
 
 
 @pytest.mark.medium

@@ -58,15 +58,6 @@ def test_only_finished_rows_are_read(runs, rows, tmp_path):
 
 
 @pytest.mark.slow
-def test_models_of_different_depth_and_width_share_a_store(tmp_path):
-    runs = [*small_grid(seed=[0])[:1], *small_grid(seed=[0], n_layers=3, d_model=8)[:1]]
-    sweep = run_sequentially(runs, tmp_path / "a.zarr")
-    assert (sweep.sizes["layer"], sweep.sizes["mode"]) == (3, 16)
-    assert np.isfinite(sweep["spectral_radius"].values).tolist() == [[True, True, False], [True, True, True]]
-    assert np.isfinite(sweep["eigenvalue"].values).sum(-1).tolist() == [[16, 16, 0], [8, 8, 8]]
-
-
-@pytest.mark.slow
 def test_joined_sweeps_keep_every_row(tmp_path):
     small = run_sequentially(small_grid(seed=[0])[:1], tmp_path / "a.zarr")
     deep = run_sequentially(small_grid(seed=[0], n_layers=3, d_model=8)[:2], tmp_path / "b.zarr")

@@ -1,6 +1,5 @@
 """Forms of batches, and the inputs and targets that they are converted to."""
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,18 +35,6 @@ def test_targets_of_token_ids_are_the_next_tokens_and_all_positions_are_kept(bat
     assert inputs.dtype == targets.dtype == torch.int64
     assert targets.tolist() == NEXT
     assert TOKENS.tolist() == [[5, 6, 7, 8], [9, 1, 2, 3]]
-
-
-@pytest.mark.parametrize("kind", [tuple, list])
-def test_a_pair_is_unchanged(kind):
-    inputs, targets = as_batch(kind([TOKENS, TOKENS + 1]))
-    assert torch.equal(inputs, TOKENS)
-    assert torch.equal(targets, TOKENS + 1)
-    inputs, targets = as_batch(kind([{"input_ids": TOKENS, "name": "x"}, np.array([1, 0], dtype=np.int32)]))
-    assert inputs.keys() == {"input_ids"}
-    assert targets.dtype == torch.int64
-    assert targets.tolist() == [1, 0]
-    assert as_batch(kind([torch.zeros(2, 3), torch.ones(2)]))[1].dtype == torch.float32
 
 
 def test_masks_are_inputs_and_mask_targets():

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import pickle
 import typing
 from dataclasses import fields
 
@@ -168,10 +167,3 @@ def test_the_options_have_the_types_of_the_configuration():
     assert [*own] == [name for name in of_config if name != "family"]
     for name, kind in own.items():
         assert typing.Optional[kind] == typing.Optional[of_config[name]]  # noqa: UP045
-
-
-def test_constructors_keep_their_names_and_can_be_pickled():
-    for name in CONSTRUCTORS:
-        constructor = getattr(wb.zoo, name)
-        assert constructor.__name__ == name
-        assert pickle.loads(pickle.dumps(constructor)) is constructor

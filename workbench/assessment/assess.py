@@ -96,7 +96,7 @@ def assess(
 
     - The *structure*: measurements of freshly initialized models that do not depend on the scale of the residual stream
       are compared with those of designs that are known to have trained (``data/README.md``). Here a proxy model has all
-      blocks of the design, and its matrices have the variances of the full width (`workbench.scaling.designs`).
+      blocks of the design, and its matrices have the variances of the full width (`workbench.scaling.matched_width`).
     - The *plan*: a pilot finds the useful learning rates, and trials at the planned rate show whether it diverges. Here
       a proxy model has at most four blocks and the initialization of its library. Its rates are larger by the ratio of
       the widths (the rule for Adam), and the error of that rule widens their intervals.

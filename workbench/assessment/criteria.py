@@ -99,8 +99,9 @@ class Sizes:
         return f"the healthy reference models have {' and '.join(healthy)}, while this model has {' and '.join(own)}"
 
 
-#: Why a number could not be measured.
+#: Why a number could not be measured, and why there is none of a part that was not run.
 NOT_OBSERVED = "the model has no such part, or it cannot be observed"
+_NOT_RUN = {"/pilot": "no pilot was run", "/trials": "no trials were run"}
 
 
 #: Fractions are clipped to this distance from 0 and 1 before they are compared as log-odds.
@@ -184,11 +185,8 @@ class Criterion:
 
     Attributes:
         name: Identifier, also of its band in the healthy reference.
-        failure_mode: The failure mode, by its name in `modes.FAILURE_MODES`.
-        title: Title in tables.
-        units: Units of the value.
+        failure_mode: The failure mode, by its name in `verdict.FAILURE_MODES`.
         path, variable: Place of the number in the tree.
-        reads: Function of the tree that returns the reading, or a clause that states why there is none.
         meaning: Meaning of a value outside the band, shown to the user; one clause.
         band: The band, if its limits follow from a rule; None for that of the healthy reference.
         scale: Scale of ``SCALES`` on which value and limits are compared. The spread of a reading is that of its
@@ -200,15 +198,32 @@ class Criterion:
     name: str
     failure_mode: str
     title: str
-    units: str
     path: str
     variable: str
-    reads: Callable[[xr.DataTree], CriterionReading | str]
     meaning: str
     band: HealthyBand | None = None
     scale: str = "linear"
     bad_side: str = "both"
     rules_out: bool = True
+    units: str = "1"
+
+    def read(self, tree: xr.DataTree) -> CriterionReading | str:
+        """Return the number, or a clause that states why there is none; an infinite number was measured."""
+        if self.path in _NOT_RUN and self.path not in tree.groups:
+            return _NOT_RUN[self.path]
+        data, name = tree[self.path].to_dataset(), self.variable
+        if name not in data:
+            return f"{name.replace('_', ' ')} was not measured"
+        if np.isnan(float(data[name])):
+            reason = data[name].attrs.get("unseen", NOT_OBSERVED)
+            return reason[:1].lower() + reason[1:].rstrip(".") if self.path == "/pilot" else reason
+        is_between_blocks = name in _OF_STREAM and bool(data.attrs.get("between_blocks", 0))
+        return CriterionReading(
+            float(data[name]),
+            float(data[f"{name}_error"]) if f"{name}_error" in data else 0.0,
+            layer=int(data[name].attrs.get("block", -1)),
+            only_flags=BETWEEN_BLOCKS if is_between_blocks else "",
+        )
 
 
 def evaluate(reading: CriterionReading, band: HealthyBand, *, scale: str = "linear") -> tuple[CriterionState, float]:
@@ -253,21 +268,6 @@ def evaluate(reading: CriterionReading, band: HealthyBand, *, scale: str = "line
     return state, float(np.clip(probability, 0.0, 1.0) * largest)
 
 
-def number(data: xr.Dataset, variable: str, *, spread: str | None = None) -> CriterionReading | str:
-    """Return a 0-dim variable as a reading, or a clause that states why there is none.
-
-    The clause is the variable's attribute ``unseen`` if it has one. An infinite value was measured and is a reading;
-    NaN means that there is no reading.
-    """
-    if variable not in data:
-        return f"{variable.replace('_', ' ')} was not measured"
-    if np.isnan(float(data[variable])):
-        return data[variable].attrs.get("unseen", NOT_OBSERVED)
-    return CriterionReading(
-        float(data[variable]), float(data[spread]) if spread is not None and spread in data else 0.0
-    )
-
-
 #: Measurement -> its failure mode, the side without healthy values, and the meaning of a value there.
 _ABOUT = {
     "gain_by_depth": (
@@ -303,32 +303,13 @@ BETWEEN_BLOCKS = (
 _BANDS = {"norm_eps_share": HealthyBand(high=0.5, why="above one half, eps exceeds the variance that it is added to")}
 
 
-def _read(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
-    def read(tree: xr.DataTree) -> CriterionReading | str:
-        data = tree["/structure"].to_dataset()
-        found = number(data, name, spread=f"{name}_error")
-        if isinstance(found, str):
-            return found
-        is_between_blocks = name in _OF_STREAM and bool(data.attrs.get("between_blocks", 0))
-        return replace(
-            found,
-            layer=int(data[name].attrs.get("block", -1)),
-            only_flags=BETWEEN_BLOCKS if is_between_blocks else "",
-        )
-
-    return read
-
-
-def _criterion(name: str) -> Criterion:
-    title, scale = ALL[name]
-    mode, bad_side, meaning = _ABOUT[name]
-    return Criterion(
-        name, mode, title, "1", "/structure", name, _read(name), meaning, _BANDS.get(name), scale, bad_side,
+STRUCTURE = tuple(
+    Criterion(
+        name, mode, ALL[name][0], "/structure", name, meaning, _BANDS.get(name), ALL[name][1], bad_side,
         rules_out=name not in _BANDS,
-    )  # fmt: skip
-
-
-STRUCTURE = tuple(_criterion(name) for name in _ABOUT)
+    )
+    for name, (mode, bad_side, meaning) in _ABOUT.items()
+)  # fmt: skip
 
 
 #: The criteria that decide about the planned learning rate.
@@ -341,25 +322,9 @@ _FAILING = 3.0
 ALL_BROKEN = 0.999
 
 
-def _of_pilot(name: str) -> Callable[[xr.DataTree], CriterionReading | str]:
-    def read(tree: xr.DataTree) -> CriterionReading | str:
-        if "/pilot" not in tree.groups:
-            return "no pilot was run"
-        found = number(tree["/pilot"].to_dataset(), name)
-        return found[:1].lower() + found[1:].rstrip(".") if isinstance(found, str) else found
-
-    return read
-
-
-def _broken_trials(tree: xr.DataTree) -> CriterionReading | str:
-    if "/trials" not in tree.groups:
-        return "no trials were run"
-    return number(tree["/trials"].to_dataset(), "share_broken")
-
-
 PILOT = (
     Criterion(
-        RATE, "unsuitable_rate", "planned rate over its upper limit", "1", "/pilot", RATE, _of_pilot(RATE),
+        RATE, "unsuitable_rate", "planned rate over its upper limit", "/pilot", RATE,
         "the planned rate is too large to learn well",
         HealthyBand(
             high=1.0, failing_high=_FAILING,
@@ -368,16 +333,16 @@ PILOT = (
         scale="log",
     ),
     Criterion(
-        SLOW_RATE, "unsuitable_rate", "planned rate over its lower limit", "1", "/pilot", SLOW_RATE,
-        _of_pilot(SLOW_RATE), "the planned rate is too small to learn well within the planned updates",
+        SLOW_RATE, "unsuitable_rate", "planned rate over its lower limit", "/pilot", SLOW_RATE,
+        "the planned rate is too small to learn well within the planned updates",
         HealthyBand(low=1.0, why="the limit is the lower end of the 80 % interval of the slow edge"), scale="log",
         rules_out=False,
     ),
     # Diverged trials are evidence against a plan. Trials of the first updates without divergence do not exclude
     # divergence after thousands of updates, so they are no evidence for a plan.
     Criterion(
-        BROKEN_TRIALS, "unsuitable_rate", "fraction of trials of the plan that diverged", "1", "/trials",
-        "share_broken", _broken_trials, "trials of the first updates diverged",
+        BROKEN_TRIALS, "unsuitable_rate", "fraction of trials of the plan that diverged", "/trials",
+        "share_broken", "trials of the first updates diverged",
         HealthyBand(high=0.0, failing_high=ALL_BROKEN, why="no trial of a good plan diverges"),
         rules_out=False,
     ),

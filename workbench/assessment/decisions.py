@@ -89,14 +89,22 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     import xarray as xr
 
     modes, criteria = tree["failure_modes"].to_dataset(), tree["criteria"].to_dataset()
-    sizes = Sizes.of(tree)
+    sizes, n_steps, verdict = Sizes.of(tree), plan.training.n_steps, verdict_of(criteria)
     proxy = sizes.proxy if sizes is not None and sizes.is_stand_in else ""
-    found = [
-        *_start(verdict_of(criteria), modes, affordable < plan.training.n_steps),
-        *_one_rate([*_rate(tree, plan), *_changes(tree, proxy), *_unknown_rate(tree, plan)]),
-        *_budget(plan, affordable),
-        *_monitors(modes), *_stop_rules(tree, proxy),
-    ]  # fmt: skip
+    found = []
+    if verdict is Verdict.PROCEED and all(state not in BAD_STATES for state in modes["state"].values):
+        how = "with the change and" if affordable < n_steps else "as planned, with"
+        found.append(Decision(DecisionKind.PROCEED, f"start the run {how} the stop rules below"))
+    if verdict is Verdict.CANNOT_SAY:
+        found.append(Decision(DecisionKind.MEASURE, FIRST_STEP, criterion=RATE))
+    changes = [*_rate(tree, plan), *_changes(tree, proxy), *_unknown_rate(tree, plan)]
+    rates = [each for each in changes if each.setting == "learning_rate"]
+    # Only the first proposal of a learning rate is kept, which is that of the pilot if there is one.
+    found += [each for each in changes if each not in rates[1:]]
+    if affordable < n_steps:
+        text = "shorten the schedule to the number of updates that the budget allows, or raise the budget"
+        found.append(Decision(DecisionKind.CHANGE, text, "n_steps", f"{n_steps:,}", f"{affordable:,.0f}"))
+    found += [*_monitors(modes), *_stop_rules(tree, proxy)]
     found.sort(key=lambda decision: list(DecisionKind).index(decision.kind))
     columns: dict[str, list[Any]] = {
         item.name: [getattr(each, item.name) for each in found] for item in fields(Decision)
@@ -108,14 +116,6 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
         {name: ("decision", np.array(values)) for name, values in columns.items()},
         {"decision": np.arange(len(found))},
     )
-
-
-def _start(verdict: Verdict, modes: xr.Dataset, is_too_long: bool) -> Iterator[Decision]:
-    if verdict is Verdict.PROCEED and all(state not in BAD_STATES for state in modes["state"].values):
-        how = "with the change and the stop rules below" if is_too_long else "as planned, with the stop rules below"
-        yield Decision(DecisionKind.PROCEED, f"start the run {how}")
-    if verdict is Verdict.CANNOT_SAY:
-        yield Decision(DecisionKind.MEASURE, FIRST_STEP, criterion=RATE)
 
 
 def _rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
@@ -156,12 +156,6 @@ def _unknown_rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]
         yield Decision(DecisionKind.CHANGE, text, "learning_rate", f"{rate:g}", criterion=BROKEN_TRIALS)
 
 
-def _one_rate(changes: list[Decision]) -> list[Decision]:
-    """Keep only the first proposal of a learning rate, which is that of the pilot if there is one."""
-    rates = [each for each in changes if each.setting == "learning_rate"]
-    return [each for each in changes if each not in rates[1:]]
-
-
 def _change_of_loss(pilot: xr.Dataset, rate: float, best: float) -> str:
     """Describe the pilot's losses at the planned and the best rate; empty if it tried no rate near the planned one."""
     n = int(pilot["loss_at_best"].attrs["n_updates"]) if "loss_at_best" in pilot else 0
@@ -188,16 +182,9 @@ def _changes(tree: xr.DataTree, proxy: str) -> Iterator[Decision]:
     if "hardware" in tree:
         yield from _remedies(tree["hardware"].to_dataset(), bad)
     yield from _standard_start(tree, [row for name, row in bad.items() if name in COLUMNS["structure"]])
-    heads = [name for name, row in bad.items() if str(row["failure_mode"].values) == "attention_degeneracy"]
-    if heads:
-        yield Decision(
-            DecisionKind.CHANGE,
-            "normalize queries and keys, which bounds the attention logits",
-            "qk_norm",
-            "off",
-            "on",
-            heads[0],
-        )
+    if heads := [name for name, row in bad.items() if str(row["failure_mode"].values) == "attention_degeneracy"]:
+        text = "normalize queries and keys, which bounds the attention logits"
+        yield Decision(DecisionKind.CHANGE, text, "qk_norm", "off", "on", heads[0])
 
 
 def _standard_start(tree: xr.DataTree, bad: list[xr.Dataset]) -> Iterator[Decision]:
@@ -218,16 +205,6 @@ def _standard_start(tree: xr.DataTree, bad: list[xr.Dataset]) -> Iterator[Decisi
     yield Decision(
         DecisionKind.CHANGE, WORDS, "initialization", "current", "standard", name, effect, path, variable,
     )  # fmt: skip
-
-
-def _budget(plan: AssessmentPlan, affordable: float) -> Iterator[Decision]:
-    n_steps = plan.training.n_steps
-    if affordable < n_steps:
-        yield Decision(
-            DecisionKind.CHANGE,
-            "shorten the schedule to the number of updates that the budget allows, or raise the budget",
-            "n_steps", f"{n_steps:,}", f"{affordable:,.0f}",
-        )  # fmt: skip
 
 
 def _tried(changes: xr.Dataset, criterion: str, proxy: str) -> Iterator[Decision]:

@@ -103,7 +103,7 @@ class MeasuredModel:
 
         This is the subject itself if it has its own parameters or its design is unknown; ``model``, possibly with
         another seed, if it is as large as the subject; otherwise a narrow model with matched variances, see
-        `workbench.scaling.designs`.
+        `workbench.scaling.matched_width`.
         """
         if self.is_own or self.design is None or (self.is_target_size and not seed and depth is None):
             return self.model
@@ -194,7 +194,8 @@ def planned_task(
         n_classes = n_classes if n_classes and 1 < n_classes < Digits.n_classes else None
     if plan.task.name is None:
         _require_readable(model, sizes)
-    longest: int | None = min(sizes.max_length or LENGTH, LENGTH_OF_SCANS if _scans(model) else LENGTH)
+    scans = any(hasattr(part, "ssm_state_size") or _SCANS.search(type(part).__name__) for part in model.modules())
+    longest: int | None = min(sizes.max_length or LENGTH, LENGTH_OF_SCANS if scans else LENGTH)
     if "length" in plan.task.options:  # the user chose the length, and so its cost
         longest = sizes.max_length
 
@@ -240,7 +241,18 @@ def require_loss(model: nn.Module, task: Task, loss: Callable[[Tensor, Tensor], 
         ) from error
     found = prediction_of(output)
     if loss is not token_loss:
-        _require_number(loss, found, targets, f"{name} in {task_name}")
+        try:
+            value = loss(found, targets)
+        except Exception as error:  # the code of the loss is unknown
+            raise OptionError(
+                f"loss= fails on the output of {name} in {task_name} ({cause_of(error)}); expected a function of "
+                f"{_described(found)} and targets of shape {tuple(targets.shape)}."
+            ) from error
+        if not isinstance(value, torch.Tensor) or value.ndim:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise OptionError(
+                f"loss= returned {got} for {name} in {task_name}, expected a 0-dim tensor; return the mean."
+            )
         return
     if not isinstance(found, torch.Tensor):
         raise OptionError(
@@ -257,20 +269,6 @@ def require_loss(model: nn.Module, task: Task, loss: Callable[[Tensor, Tensor], 
             "model with another head, or loss= with a function of its output and the targets."
         )
     token_loss(found, targets)
-
-
-def _require_number(loss: Callable[[Tensor, Tensor], Tensor], found: Any, targets: Tensor, what: str) -> None:
-    """Raise an error if a loss is not a 0-dim tensor."""
-    try:
-        value = loss(found, targets)
-    except Exception as error:  # the code of the loss is unknown
-        raise OptionError(
-            f"loss= fails on the output of {what} ({cause_of(error)}); expected a function of {_described(found)} and "
-            f"targets of shape {tuple(targets.shape)}."
-        ) from error
-    if not isinstance(value, torch.Tensor) or value.ndim:
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise OptionError(f"loss= returned {got} for {what}, expected a 0-dim tensor; return the mean.")
 
 
 def _described(found: Any) -> str:
@@ -308,10 +306,6 @@ def _n_examples(model: nn.Module, sizes: ModelSizes) -> int:
     return min(N_EXAMPLES, max(_FEWEST_IMAGES, LENGTH * N_EXAMPLES // n_patches))
 
 
-def _scans(model: nn.Module) -> bool:
-    return any(hasattr(part, "ssm_state_size") or _SCANS.search(type(part).__name__) for part in model.modules())
-
-
 def _n_proxy_choices(full: Design) -> int | None:
     """Return the vocabulary of a proxy model, or the number of classes of an image model."""
     if full.n_classes:
@@ -325,30 +319,20 @@ def flops_per_token(measured: MeasuredModel, plan: AssessmentPlan) -> float:
     The usual count: 6 operations for each parameter that a token uses, and 12 x blocks x width x length for the
     attention scores (PaLM, arXiv:2204.02311, Appendix B). Only those experts are counted to which a token is routed.
     """
-    sizes = model_sizes(measured.design or measured.model)
-    n_weights = measured.n_weights - _idle_weights(measured)
+    sizes, model = model_sizes(measured.design or measured.model), measured.model
+    n_weights, config = measured.n_weights, getattr(model, "config", None)
+    top_k = next((getattr(config, n) for n in ("top_k", "num_experts_per_tok") if getattr(config, n, None)), None)
+    if sizes.n_experts and top_k:  # the fraction of expert parameters is that of the measured model
+        n_of_experts = sum(
+            weight.numel()
+            for name, weight in model.named_parameters()
+            if "expert" in name and weight.numel() >= sizes.n_experts
+        )
+        n_all = sum(weight.numel() for weight in model.parameters())
+        n_weights -= int(measured.n_weights * n_of_experts / n_all * (1 - top_k / sizes.n_experts))
     length = plan.training.sequence_length or 0
     scores = 12 * (sizes.depth or 0) * (sizes.width or 0) * length if sizes.n_heads else 0
     return float(6 * n_weights + scores)
-
-
-def _idle_weights(measured: MeasuredModel) -> int:
-    """Return the number of expert parameters that a token does not use.
-
-    The fraction of expert parameters is that of the measured model.
-    """
-    sizes = model_sizes(measured.design or measured.model)
-    config = getattr(measured.model, "config", None)
-    top_k = next((getattr(config, n) for n in ("top_k", "num_experts_per_tok") if getattr(config, n, None)), None)
-    if not sizes.n_experts or not top_k:
-        return 0
-    n_of_experts = sum(
-        weight.numel()
-        for name, weight in measured.model.named_parameters()
-        if "expert" in name and weight.numel() >= sizes.n_experts
-    )
-    n_all = sum(weight.numel() for weight in measured.model.parameters())
-    return int(measured.n_weights * n_of_experts / n_all * (1 - top_k / sizes.n_experts))
 
 
 def steps_in_budget(plan: AssessmentPlan, flops: float) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -123,19 +123,13 @@ TOO_SHORT = "a few updates without divergence are no evidence about the rest of 
 class EvaluatedCriterion:
     """A criterion with its reading, state and confidence."""
 
-    criterion: str
-    failure_mode: str
-    title: str
-    units: str
+    criterion: Criterion
     band: HealthyBand
     reading: CriterionReading
     state: CriterionState
     confidence: float
-    path: str
-    variable: str
     reason: str
     is_outside: bool = False
-    rules_out: bool = True
 
 
 def evaluate_criteria(
@@ -160,7 +154,9 @@ def evaluate_criteria(
         rows += _hazards(tree["/hardware"].to_dataset())
     # A healthy value of such a criterion does not exclude its failure mode, and so has no confidence.
     rows = [
-        replace(row, confidence=math.nan) if not row.rules_out and row.state == CriterionState.HEALTHY else row
+        replace(row, confidence=math.nan)
+        if row.state == CriterionState.HEALTHY and not row.criterion.rules_out
+        else row
         for row in rows
     ]
     return _criteria(rows), _modes(rows, TOO_SHORT)
@@ -172,7 +168,7 @@ def _evaluated(
     band = criterion.band or bands.get(criterion.name)
     if band is not None and not criterion.band:
         band = band.open_but(criterion.bad_side)
-    found, is_outside = criterion.reads(tree), False
+    found, is_outside = criterion.read(tree), False
     state, confidence, reason = CriterionState.NOT_MEASURED, math.nan, ""
     if isinstance(found, str):
         reason = found
@@ -191,67 +187,58 @@ def _evaluated(
         if state == CriterionState.HEALTHY and reading.only_flags:
             state, confidence, reason = CriterionState.NOT_MEASURED, math.nan, reading.only_flags
             reading = CriterionReading(math.nan)
-    is_measured = state is not CriterionState.NOT_MEASURED
-    return EvaluatedCriterion(
-        criterion.name, criterion.failure_mode, criterion.title, criterion.units, band or HealthyBand(), reading, state,
-        confidence, criterion.path if is_measured else "", criterion.variable if is_measured else "", reason,
-        is_outside, criterion.rules_out,
-    )  # fmt: skip
+    return EvaluatedCriterion(criterion, band or HealthyBand(), reading, state, confidence, reason, is_outside)
 
 
 def _hazards(hardware: xr.Dataset) -> list[EvaluatedCriterion]:
     """Return the hazards of the hardware plan that apply, with their measured states."""
     rows = []
-    for i, name in enumerate(hardware["hazard"].values):
+    for i in np.flatnonzero(hardware["applies"].values).tolist():
         one = hardware.isel(hazard=i)
-        if not bool(one["applies"]):
-            continue
-        band = HealthyBand(
-            high=_or(float(one["healthy_limit"]), math.inf), failing_high=_or(float(one["failing_limit"]), math.inf)
-        )
+        name, title, unit, meaning = (str(one[key].values) for key in ("hazard", "title", "unit", "meaning"))
+        limits = [float(one[key]) for key in ("healthy_limit", "failing_limit")]
+        band = HealthyBand(**{
+            key: math.inf if math.isnan(limit) else limit
+            for key, limit in zip(("high", "failing_high"), limits, strict=True)
+        })  # fmt: skip
         state = CriterionState(str(one["state"].values))
-        rows.append(
-            EvaluatedCriterion(
-                f"hazard_{name}", "precision_headroom", str(one["title"].values), str(one["unit"].values), band,
-                CriterionReading(float(one["effect"]), 0.0, {"hazard": i}), state,
-                math.nan if state is CriterionState.NOT_MEASURED else 1.0,
-                "/hardware", "effect", str(one["meaning"].values) if state != CriterionState.HEALTHY else "",
-            )
-        )  # fmt: skip
+        criterion = Criterion(
+            f"hazard_{name}", "precision_headroom", title, "/hardware", "effect", meaning, band, units=unit
+        )
+        confidence = math.nan if state is CriterionState.NOT_MEASURED else 1.0
+        reading = CriterionReading(float(one["effect"]), 0.0, {"hazard": i})
+        reason = meaning if state != CriterionState.HEALTHY else ""
+        rows.append(EvaluatedCriterion(criterion, band, reading, state, confidence, reason))
     return rows
 
 
-def _or(value: float, otherwise: float) -> float:
-    return otherwise if math.isnan(value) else value
-
-
-def _criteria(rows: Iterable[EvaluatedCriterion]) -> xr.Dataset:
+def _criteria(rows: Sequence[EvaluatedCriterion]) -> xr.Dataset:
     import xarray as xr
 
-    rows = list(rows)
-    numbers = {
+    def place(row: EvaluatedCriterion, name: str) -> str:
+        is_there = row.state is not CriterionState.NOT_MEASURED or row.criterion.path == "/hardware"
+        return getattr(row.criterion, name) if is_there else ""
+
+    columns: dict[str, list[Any]] = {
         "value": [row.reading.value for row in rows],
-        "low": [_closed(row.band.low) for row in rows],
-        "high": [_closed(row.band.high) for row in rows],
-        "failing_low": [_closed(row.band.failing_low) for row in rows],
-        "failing_high": [_closed(row.band.failing_high) for row in rows],
-        "spread": [row.reading.spread for row in rows],
-        "confidence": [row.confidence for row in rows],
-    }
-    texts = {
-        name: [getattr(row, name) for row in rows]
-        for name in ("failure_mode", "title", "units", "state", "path", "variable", "reason")
-    }
-    texts["selection"] = [json.dumps(dict(row.reading.selection)) for row in rows]
-    others = {
+        **{
+            name: [_closed(getattr(row.band, name)) for row in rows]
+            for name in ("low", "high", "failing_low", "failing_high")
+        },
+        "spread": [float(row.reading.spread) for row in rows],
+        "confidence": [float(row.confidence) for row in rows],
         "n_reference": [row.band.n_reference for row in rows],
         "layer": [row.reading.layer for row in rows],
         "is_outside": [row.is_outside for row in rows],
+        **{name: [getattr(row.criterion, name) for row in rows] for name in ("failure_mode", "title", "units")},
+        "state": [row.state for row in rows],
+        **{name: [place(row, name) for row in rows] for name in ("path", "variable")},
+        "reason": [row.reason for row in rows],
+        "selection": [json.dumps(dict(row.reading.selection)) for row in rows],
     }
-    columns = {**{k: np.array(v, dtype=float) for k, v in numbers.items()}, **others, **texts}
     return xr.Dataset(
         {name: ("criterion", np.asarray(values)) for name, values in columns.items()},
-        {"criterion": [row.criterion for row in rows]},
+        {"criterion": [row.criterion.name for row in rows]},
     )
 
 
@@ -259,35 +246,32 @@ def _closed(limit: float) -> float:
     return limit if math.isfinite(limit) else math.nan
 
 
-def _modes(rows: Iterable[EvaluatedCriterion], why_open: str) -> xr.Dataset:
+def _modes(rows: Sequence[EvaluatedCriterion], why_open: str) -> xr.Dataset:
     """Return for each mode the worst state of its criteria with sufficient confidence, or "not measured"."""
     import xarray as xr
 
-    found: list[tuple[CriterionState, float, str, str]] = []
-    for name in FAILURE_MODES:
-        measured = [row for row in rows if row.failure_mode == name and row.state != CriterionState.NOT_MEASURED]
-        own = [row for row in measured if row.rules_out or row.state != CriterionState.HEALTHY]
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("title", "meaning", "state", "confidence", "worst_criterion", "reason")
+    }
+    for name, mode in FAILURE_MODES.items():
+        measured = [
+            row for row in rows if row.criterion.failure_mode == name and row.state != CriterionState.NOT_MEASURED
+        ]
+        own = [row for row in measured if row.criterion.rules_out or row.state != CriterionState.HEALTHY]
         confident = [row for row in own if row.confidence >= LEAST_CONFIDENCE] or own
-        if not confident:
-            found.append((CriterionState.NOT_MEASURED, math.nan, "", why_open if measured else ""))
-            continue
-        worst = max(confident, key=lambda row: (row.state.severity, row.confidence))
-        # The confidence of a healthy mode is that of its least confident criterion.
-        confidence = (
-            min(row.confidence for row in confident) if worst.state == CriterionState.HEALTHY else worst.confidence
-        )
-        found.append((worst.state, confidence, worst.criterion, ""))
-    states, confidences, worst_ones, reasons = zip(*found, strict=True)
+        state, confidence, worst_one, reason = CriterionState.NOT_MEASURED, math.nan, "", why_open if measured else ""
+        if confident:
+            worst = max(confident, key=lambda row: (row.state.severity, row.confidence))
+            # The confidence of a healthy mode is that of its least confident criterion.
+            is_healthy = worst.state == CriterionState.HEALTHY
+            confidence = min(row.confidence for row in confident) if is_healthy else worst.confidence
+            state, worst_one, reason = worst.state, worst.criterion.name, ""
+        for column, value in zip(
+            columns.values(), (mode.title, mode.meaning, state, confidence, worst_one, reason), strict=True
+        ):
+            column.append(value)
     return xr.Dataset(
-        {
-            "title": ("failure_mode", [mode.title for mode in FAILURE_MODES.values()]),
-            "meaning": ("failure_mode", [mode.meaning for mode in FAILURE_MODES.values()]),
-            "state": ("failure_mode", list(states)),
-            "confidence": ("failure_mode", np.array(confidences, dtype=float)),
-            "worst_criterion": ("failure_mode", list(worst_ones)),
-            "reason": ("failure_mode", list(reasons)),
-        },
-        {"failure_mode": list(FAILURE_MODES)},
+        {name: ("failure_mode", values) for name, values in columns.items()}, {"failure_mode": list(FAILURE_MODES)}
     )
 
 

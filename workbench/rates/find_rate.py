@@ -432,11 +432,19 @@ def find_rate(
                 on_update=bar.update,
             )  # fmt: skip
         first = _START_OF_SGD if str(plan.optimizer).lower() == "sgd" else _START
-        rounds, is_interrupted = _rounds(RateSearch(runs, budget, n_steps, n_seeds), start or first)
+        rounds: list[Round] = []
+        is_interrupted = False
+        try:
+            for one in RateSearch(runs, budget, n_steps, n_seeds).rounds(start or first):
+                rounds.append(one)  # noqa: PERF402  (finished rounds have to survive an interrupt)
+        except KeyboardInterrupt:
+            if not rounds:
+                raise
+            is_interrupted = True
     optimizer = plan.optimizer
     name = "" if loop is not None else optimizer if isinstance(optimizer, str) else getattr(optimizer, "__name__", "")
     found = FoundRates(
-        n_steps, UNKNOWN, UNKNOWN, UNKNOWN, "", runs.n_updates, time.monotonic() - start_time, rounds,
+        n_steps, UNKNOWN, UNKNOWN, UNKNOWN, "", runs.n_updates, time.monotonic() - start_time, tuple(rounds),
         runs.trivial_loss, name, is_interrupted,
     )  # fmt: skip
     of_loop = loop is not None
@@ -449,19 +457,6 @@ def with_estimates(found: FoundRates, estimates: Mapping[str, Estimate]) -> Foun
     """Return the found rates with other estimates."""
     slow, best, edge = (estimates[name] for name in SOURCES)
     return replace(found, slow_edge=slow, best_rate=best, useful_edge=edge)
-
-
-def _rounds(search: RateSearch, start: float) -> tuple[tuple[Round, ...], bool]:
-    """Return the finished rounds and whether the search was interrupted after the first one."""
-    rounds: list[Round] = []
-    try:
-        for one in search.rounds(start):
-            rounds.append(one)  # noqa: PERF402  (finished rounds have to survive an interrupt)
-    except KeyboardInterrupt:
-        if not rounds:
-            raise
-        return tuple(rounds), True
-    return tuple(rounds), False
 
 
 def _reason(found: FoundRates, plan: TrainingPlan, budget: int, of_loop: bool) -> str:

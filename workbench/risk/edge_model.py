@@ -106,7 +106,12 @@ def fit_edges(features: np.ndarray, edges: Edges, *, penalty: float, weight: np.
     scale = np.sqrt(np.average((features - center) ** 2, axis=0, weights=weight))
     scale = np.where(scale > 1e-9 * np.maximum(np.abs(center), 1), scale, 1.0)
     inputs = (features - center) / scale
-    start = np.concatenate([[np.average(_middle(edges), weights=weight)], np.zeros(inputs.shape[1]), [0.0]])
+    # The middle of each interval, its only finite end, or 0 if it has none.
+    ends = np.where(np.isfinite(edges.low), edges.low, edges.high)
+    with np.errstate(invalid="ignore"):
+        middle = np.where(np.isinf(edges.low) | np.isinf(edges.high), ends, (edges.low + edges.high) / 2)
+    middle = np.where(np.isfinite(middle), middle, 0.0)
+    start = np.concatenate([[np.average(middle, weights=weight)], np.zeros(inputs.shape[1]), [0.0]])
 
     def loss(values: np.ndarray) -> tuple[float, Floats]:
         mean, spread = values[0] + inputs @ values[1:-1], np.exp(values[-1])
@@ -178,14 +183,6 @@ def best_penalty(features: np.ndarray, edges: Edges, groups: np.ndarray) -> tupl
         found[penalty] = log_likelihood(mean, deviation, edges).sum(), deviation
     best = max(found, key=lambda penalty: found[penalty][0])
     return best, found[best][1]
-
-
-def _middle(edges: Edges) -> Floats:
-    """Return the middle of each interval, its only finite end, or 0 if it has none."""
-    is_open = np.isinf(edges.low) | np.isinf(edges.high)
-    ends = np.where(np.isfinite(edges.low), edges.low, edges.high)
-    with np.errstate(invalid="ignore"):
-        return np.where(is_open, np.where(np.isfinite(ends), ends, 0.0), (edges.low + edges.high) / 2)
 
 
 _FILE = FileKind("a risk model", "pass a file from EdgeModel.save()")

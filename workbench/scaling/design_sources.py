@@ -365,9 +365,14 @@ class DesignSource(ABC):
     def make(self, width: int, depth: int, seed: int, vocabulary: int | None) -> nn.Module:
         """Build a model with initial parameters; the caller preserves the global random state."""
 
-    @abstractmethod
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """Return the number of parameters of a model of a size, with tied parameters counted once."""
+        """Return the number of parameters of a model of a size, with tied parameters counted once.
+
+        Memory is allocated only by a function that itself chooses a device.
+        """
+        with torch.device("meta"):
+            model = self.make(width, depth, 0, vocabulary)
+        return sum(parameter.numel() for parameter in model.parameters())
 
     def nearest_width(self, width: int) -> int:
         """Return the nearest width that a model can have; the smaller one of two equally near widths.
@@ -476,9 +481,3 @@ class FunctionSource(DesignSource):
                 f"{type(model).__name__}."
             )
         return model
-
-    def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """Return the number of parameters; memory is allocated only if the function itself chooses a device."""
-        with torch.device("meta"):
-            model = self.make(width, depth, 0, vocabulary)
-        return sum(parameter.numel() for parameter in model.parameters())

@@ -219,9 +219,11 @@ def _from_name_or_file(source: str | os.PathLike[str]) -> tuple[DesignSource, st
     with _FILE.reading(path):
         path = path.expanduser()
         if path.exists():
-            return _from_file(path / "config.json" if path.is_dir() else path)
-    config = known_config(text)
-    if config is not None:
+            path = path / "config.json" if path.is_dir() else path
+            options = read_config(path)
+            name = path.parent.resolve().name if path.name == "config.json" else path.stem
+            return _from_options(options)[0], str(options.get("_name_or_path") or name).rsplit("/", 1)[-1]
+    if (config := known_config(text)) is not None:
         return TransformersSource(config), text.rsplit("/", 1)[-1]
     near = difflib.get_close_matches(text.lower().rsplit("/", 1)[-1], KNOWN, n=1, cutoff=0.0)
     raise CheckpointError(
@@ -239,13 +241,6 @@ def transformers_config(source: Any) -> Any:
     if isinstance(source, Mapping) and "model_type" in source:
         return _config_of(source)
     return source if _is_of_transformers(source) else None
-
-
-def _from_file(path: Path) -> tuple[DesignSource, str]:
-    """Return the source of a design, and its name, from a configuration file."""
-    options = read_config(path)
-    name = path.parent.resolve().name if path.name == "config.json" else path.stem
-    return _from_options(options)[0], str(options.get("_name_or_path") or name).rsplit("/", 1)[-1]
 
 
 def _from_options(options: Mapping[str, Any]) -> tuple[DesignSource, str]:
@@ -350,7 +345,10 @@ def matched_width(
     of_design = design.source.target_shapes if design.width == design.source.width else {}
     n_experts = model_sizes(model).n_experts
     with torch.no_grad():
-        _untie(model)
+        embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and id(module.weight) in embedded:  # tied
+                module.weight = nn.Parameter(module.weight.detach().clone())
         for path, owner in model.named_modules():
             for name, weight in owner.named_parameters(recurse=False):
                 path_of_weight = f"{path}.{name}".lstrip(".")
@@ -360,14 +358,6 @@ def matched_width(
                     inputs = [_fan_in(owner, shape, weight, other, n_experts) for shape in shapes]
                     weight.mul_(_factor(inputs, [_spread(weight), _spread(other)], (width, wider, design.width)))
     return model
-
-
-def _untie(model: nn.Module) -> None:
-    """Replace linear maps that are tied to an embedding by copies."""
-    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and id(module.weight) in embedded:
-            module.weight = nn.Parameter(module.weight.detach().clone())
 
 
 def _fan_in(owner: nn.Module, shape: torch.Size, narrow: Tensor, wide: Tensor, n_experts: int | None) -> int:

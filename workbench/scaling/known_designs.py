@@ -160,20 +160,11 @@ ALIASES = {
 
 
 def known_config(name: str) -> Any | None:
-    """Return the configuration in transformers of a published architecture.
-
-    Returns:
-        The configuration; None if there is no architecture of that name.
-    """
-    found = _short(name)
-    if found not in KNOWN:
+    """Return the configuration in transformers of a published architecture; None if there is none of that name."""
+    short = name.lower().rsplit("/", 1)[-1].removesuffix("-hf").replace("_", "-")
+    if (found := ALIASES.get(short, short)) not in KNOWN:
         return None
     import transformers
 
     cls, options = KNOWN[found]
     return getattr(transformers, cls)(**options)
-
-
-def _short(name: str) -> str:
-    short = name.lower().rsplit("/", 1)[-1].removesuffix("-hf").replace("_", "-")
-    return ALIASES.get(short, short)

@@ -65,16 +65,11 @@ def misfit(built: Shapes, target: Shapes, size: tuple[int, int], target_size: tu
             for n, of_n in zip(shape, of_shape, strict=True):
                 if n == of_n >= max(of_width, _LARGE):
                     return f"{name} still has a width of {n}"
-    counted = {name: (math.prod(shape), math.prod(of_shape)) for name, (shape, of_shape) in kept.items()}
-    return _excess(counted, width / of_width)
-
-
-def _excess(kept: Mapping[str, tuple[int, int]], ratio: float) -> str:
-    """Return a clause if the blocks have far more parameters than expected for the width; empty otherwise."""
-    n, of_n = (sum(sizes) for sizes in zip(*kept.values(), strict=True)) if kept else (0, 1)
+    sizes, ratio = {name: (math.prod(a), math.prod(b)) for name, (a, b) in kept.items()}, width / of_width
+    n, of_n = (sum(each) for each in zip(*sizes.values(), strict=True)) if sizes else (0, 1)
     if n <= max(_MAX_EXCESS, 1 + _MAX_FRACTION / ratio) * ratio**2 * of_n:
         return ""
-    worst = max(kept, key=lambda name: kept[name][0] - ratio**2 * kept[name][1])
+    worst = max(sizes, key=lambda name: sizes[name][0] - ratio**2 * sizes[name][1])
     return f"its blocks have {n / (ratio**2 * of_n):.2g} times as many parameters as that width needs, most in {worst}"
 
 
@@ -189,17 +184,17 @@ class TransformersSource(DesignSource):
         """Build a model with initial parameters, and check its size."""
         with self._errors_with_size(width, depth):
             torch.manual_seed(seed)
-            model = self._build(self.at(width, depth, vocabulary))
-        self._check(shapes_of(model), width, depth)
+            model = self._class._from_config(self.at(width, depth, vocabulary), dtype=torch.float32)
+        if (width, depth) != (self.width, self.depth) and (
+            reason := misfit(shapes_of(model), self._target[0], (width, depth), (self.width, self.depth))
+        ):
+            raise self._cannot_build(width, depth, reason)
         return model
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
         """Return the number of parameters of a model of a size, with tied parameters counted once."""
-        if (width, depth, vocabulary) == (self.width, self.depth, None):
-            return self._target[1]
-        shapes, n_parameters = self._on_meta(width, depth, vocabulary)
-        self._check(shapes, width, depth)
-        return n_parameters
+        is_target = (width, depth, vocabulary) == (self.width, self.depth, None)
+        return self._target[1] if is_target else super().count(width, depth, vocabulary)
 
     def at(self, width: int, depth: int, vocabulary: int | None) -> Any:
         """Return the configuration at a size."""
@@ -243,21 +238,9 @@ class TransformersSource(DesignSource):
     @cached_property
     def _target(self) -> tuple[Shapes, int]:
         """Shapes and number of the parameters at the target size."""
-        return self._on_meta(self.width, self.depth, None)
-
-    def _on_meta(self, width: int, depth: int, vocabulary: int | None) -> tuple[Shapes, int]:
-        """Return shapes and number of the parameters of a model, without allocating it."""
-        with self._errors_with_size(width, depth), torch.device("meta"):
-            model = self._build(self.at(width, depth, vocabulary))
+        with torch.device("meta"):
+            model = self.make(self.width, self.depth, 0, None)
         return shapes_of(model), sum(parameter.numel() for parameter in model.parameters())
-
-    def _check(self, shapes: Shapes, width: int, depth: int) -> None:
-        """Raise OptionError if a model does not have the requested size."""
-        if (width, depth) == (self.width, self.depth):
-            return
-        reason = misfit(shapes, self._target[0], (width, depth), (self.width, self.depth))
-        if reason:
-            raise self._cannot_build(width, depth, reason)
 
     @contextmanager
     def _errors_with_size(self, width: int, depth: int) -> Iterator[None]:
@@ -284,9 +267,6 @@ class TransformersSource(DesignSource):
         kind = type(self.config)
         reads_text = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING or kind in auto.MODEL_FOR_MASKED_LM_MAPPING
         return kind in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING and not reads_text
-
-    def _build(self, config: Any) -> nn.Module:
-        return self._class._from_config(config, dtype=torch.float32)
 
     @cached_property
     def _class(self) -> Any:

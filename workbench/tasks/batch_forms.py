@@ -50,9 +50,11 @@ def as_batch(batch: Any) -> tuple[Inputs, Tensor]:
         else:
             raise _not_a_batch(batch)
         if not _have_same_rows(inputs, targets):
+            named = inputs if isinstance(inputs, Mapping) else {"": inputs}
+            shapes: Any = {name: tuple(value.shape) for name, value in named.items()}
             raise WorkbenchError(
-                f"A batch has inputs of shape {_shapes(inputs)} and targets of shape {tuple(targets.shape)}; both must "
-                "have the same number of examples."
+                f"A batch has inputs of shape {shapes.get('', shapes)} and targets of shape {tuple(targets.shape)}; both "
+                "must have the same number of examples."
             )
         return inputs, targets
     raise _not_a_batch(batch)
@@ -97,8 +99,20 @@ def _from_mapping(batch: Mapping[str, Any]) -> tuple[Inputs, Tensor]:
         tokens = _token_ids(batch["input_ids"], "input_ids")
         inputs = {"input_ids": tokens}
         inputs |= {name: _tensor(batch[name], name) for name in _WITH_TOKENS if batch.get(name) is not None}
-        mask = inputs.get("attention_mask")
-        return (inputs if len(inputs) > 1 else tokens), _language_targets(tokens, labels, mask)
+        given = tokens if labels is None else _targets(labels)
+        if given.shape == tokens.shape:
+            targets = _next_tokens(given)
+            mask = inputs.get("attention_mask")
+            if mask is not None and mask.shape == tokens.shape:
+                targets[:, :-1][(mask[:, 1:] == 0) | (mask[:, :-1] == 0)] = IGNORED
+        elif given.shape[:1] == tokens.shape[:1] and given.ndim == 1:
+            targets = given
+        else:
+            raise WorkbenchError(
+                f"labels have shape {tuple(given.shape)} and input_ids {tuple(tokens.shape)}; expected the same shape, "
+                "or one class for each example."
+            )
+        return (inputs if len(inputs) > 1 else tokens), targets
     name = next((name for name in _IMAGES if name in batch), None)
     if name is None:
         raise _missing_column("A batch", batch)
@@ -126,25 +140,6 @@ def _have_same_rows(inputs: Inputs, targets: Tensor) -> bool:
     """Return whether both have the same number of examples."""
     tensors = inputs.values() if isinstance(inputs, Mapping) else [inputs]
     return targets.ndim > 0 and any(value.ndim and len(value) == len(targets) for value in tensors)
-
-
-def _language_targets(tokens: Tensor, labels: Any, mask: Tensor | None) -> Tensor:
-    if labels is None:
-        targets = _next_tokens(tokens)
-    else:
-        given = _targets(labels)
-        if given.shape == tokens.shape:
-            targets = _next_tokens(given)
-        elif given.shape[:1] == tokens.shape[:1] and given.ndim == 1:
-            return given
-        else:
-            raise WorkbenchError(
-                f"labels have shape {tuple(given.shape)} and input_ids {tuple(tokens.shape)}; expected the same shape, "
-                "or one class for each example."
-            )
-    if mask is not None and mask.shape == tokens.shape:
-        targets[:, :-1][(mask[:, 1:] == 0) | (mask[:, :-1] == 0)] = IGNORED
-    return targets
 
 
 def _next_tokens(tokens: Tensor) -> Tensor:
@@ -232,12 +227,6 @@ def _not_a_batch(batch: Any) -> WorkbenchError:
         "token ids (batch, token), (inputs, targets), or a mapping with input_ids, or with pixel_values and labels"
     )
     return WorkbenchError(f"A batch is a {type(batch).__name__}{parts}; expected {expected}.")
-
-
-def _shapes(inputs: Inputs) -> Any:
-    if isinstance(inputs, Mapping):
-        return {name: tuple(value.shape) for name, value in inputs.items()}
-    return tuple(inputs.shape)
 
 
 def _dtype(tensor: Tensor) -> str:
