@@ -566,12 +566,16 @@ def unpacking(options: Mapping[str, tuple[Any, Any]], *, first: str = "") -> Cal
 
     def decorate(function: Target) -> Target:
         given = inspect.signature(function)
-        kinds = {each.kind for each in given.parameters.values()}
-        shown = [each for each in given.parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        own = list(given.parameters.values())
+        shown = []
         for name, (annotation, default) in options.items():
-            is_first = name == first and inspect.Parameter.VAR_POSITIONAL in kinds
+            is_first = name == first and any(each.kind is each.VAR_POSITIONAL for each in own)
             kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if is_first else inspect.Parameter.KEYWORD_ONLY
             shown.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+        named = [each for each in own if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+        # After the arguments that must be passed, and before the other ones.
+        shown = [each for each in named if each.default is each.empty] + shown
+        shown += [each for each in named if each.default is not each.empty]
         shown.sort(key=lambda each: each.kind)
         function.__signature__ = given.replace(parameters=shown)  # type: ignore[attr-defined]
         return function

@@ -196,11 +196,10 @@ def _hazards(hardware: xr.Dataset) -> list[EvaluatedCriterion]:
     for i in np.flatnonzero(hardware["applies"].values).tolist():
         one = hardware.isel(hazard=i)
         name, title, unit, meaning = (str(one[key].values) for key in ("hazard", "title", "unit", "meaning"))
-        limits = [float(one[key]) for key in ("healthy_limit", "failing_limit")]
-        band = HealthyBand(**{
-            key: math.inf if math.isnan(limit) else limit
-            for key, limit in zip(("high", "failing_high"), limits, strict=True)
-        })  # fmt: skip
+        high, failing = (
+            math.inf if math.isnan(limit := float(one[key])) else limit for key in ("healthy_limit", "failing_limit")
+        )
+        band = HealthyBand(high=high, failing_high=failing)
         state = CriterionState(str(one["state"].values))
         criterion = Criterion(
             f"hazard_{name}", "precision_headroom", title, "/hardware", "effect", meaning, band, units=unit

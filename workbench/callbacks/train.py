@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 from workbench.callbacks.gathering import AnyCallback, gather
 from workbench.errors import OptionError
 from workbench.models.losses import token_loss
 from workbench.models.streaming import require_in_memory
-from workbench.option_checks import Bound, NonNegativeInt, PositiveFloat, PositiveInt, Remedy, checked
+from workbench.option_checks import PositiveInt, Remedy, checked
 from workbench.tasks import as_task
 from workbench.training.loop import Training
 from workbench.training.recording import Recording
-from workbench.training.training_plan import NO_OPTIONS, TrainingPlan
+from workbench.training.training_plan import NO_OPTIONS, TrainingOptions, TrainingPlan, takes_settings
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from workbench.callbacks.actions import Actions
@@ -32,23 +31,13 @@ if TYPE_CHECKING:
 
 
 @checked
+@takes_settings()
 def train(
     model: Subject | nn.Module,
     task: Any,
     *,
     n_steps: PositiveInt,
-    learning_rate: PositiveFloat | None = None,
-    warmup: NonNegativeInt = 0,
-    schedule: str | Callable[[int], float] = "constant",
-    optimizer: str | torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer] = "AdamW",
-    optimizer_options: Mapping[str, Any] = NO_OPTIONS,
-    clip_norm: PositiveFloat | None = None,
-    precision: str = "float32",
-    seed: int = 0,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
-    loss_limit: Bound = 50.0,
-    grad_norm_limit: Bound = 500.0,
-    stops_at_divergence: bool = True,
     store: Path | str | None = None,
     flush_every: PositiveInt = 200,
     spectra_every: PositiveInt | None = None,
@@ -65,6 +54,7 @@ def train(
     recorder: Annotated[Recorder | None, Remedy("pass recorder=wb.Recorder(), and the path as store=")] = None,
     alarms: Alarms | None = None,
     actions: Actions | None = None,
+    **settings: Unpack[TrainingOptions],
 ) -> Iterator[StepRecord]:
     """Train a model and yield one record per step.
 
@@ -154,20 +144,7 @@ def train(
         `workbench.Callback`: Base class of user-defined callbacks.
         `workbench.open_run`: Opens the recorded run.
     """
-    plan = TrainingPlan(
-        n_steps=n_steps,
-        learning_rate=learning_rate,
-        warmup=warmup,
-        schedule=schedule,
-        optimizer=optimizer,
-        optimizer_options=dict(optimizer_options),
-        clip_norm=clip_norm,
-        precision=precision,
-        seed=seed,
-        loss_limit=loss_limit,
-        grad_norm_limit=grad_norm_limit,
-        stops_at_divergence=stops_at_divergence,
-    )
+    plan = TrainingPlan(n_steps=n_steps, **settings)
     recording = Recording(
         store=store,
         flush_every=flush_every,
@@ -185,7 +162,7 @@ def train(
         recorder=recorder,
         alarms=alarms,
         actions=actions,
-        seed=seed,
+        seed=plan.seed,
         stack=profile_options.get("stack"),
     )
     recorders = [found for each in gathered if (found := getattr(each, "recorder", None)) is not None]

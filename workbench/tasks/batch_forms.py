@@ -53,8 +53,8 @@ def as_batch(batch: Any) -> tuple[Inputs, Tensor]:
             named = inputs if isinstance(inputs, Mapping) else {"": inputs}
             shapes: Any = {name: tuple(value.shape) for name, value in named.items()}
             raise WorkbenchError(
-                f"A batch has inputs of shape {shapes.get('', shapes)} and targets of shape {tuple(targets.shape)}; both "
-                "must have the same number of examples."
+                f"A batch has inputs of shape {shapes.get('', shapes)} and targets of shape {tuple(targets.shape)}; "
+                "both must have the same number of examples."
             )
         return inputs, targets
     raise _not_a_batch(batch)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
 
 import torch
 from torch import nn
@@ -183,7 +183,7 @@ def takes_settings(*, without: Collection[str] = (), default: str = "") -> Calla
         without: Fields that the function does not take.
         default: A word for what an omitted setting means; by default it has the value of a plan.
     """
-    kinds = get_type_hints(TrainingOptions, include_extras=True)
+    kinds = {name: each.__forward_arg__ for name, each in TrainingOptions.__annotations__.items()}
     values = {each.name: NO_OPTIONS if each.default is MISSING else each.default for each in fields(TrainingPlan)}
     return unpacking({name: (kinds[name], default or values[name]) for name in kinds if name not in without})
 
