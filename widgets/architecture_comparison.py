@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -12,18 +11,12 @@ import numpy as np
 
 from workbench.errors import OptionError, SchemaError, require_listed
 from workbench.formatting import listed
-from workbench.widgets.base import WorkbenchWidget
-from workbench.widgets.comparison.eigenvalues import EigenvalueView
-from workbench.widgets.comparison.layers import LayerView
-from workbench.widgets.comparison.radar import RadarView
-from workbench.widgets.comparison.recorded_run import RecordedRun
-from workbench.widgets.comparison.scene import Scene, labeled
-from workbench.widgets.comparison.table import TableView
-from workbench.widgets.comparison.training import TrainingView
-from workbench.widgets.export import ExportBar
-from workbench.widgets.files import KINDS, export_runs
+from workbench.widgets.base import KINDS, WorkbenchWidget
+from workbench.widgets.comparison.panels import EigenvalueView, LayerView, TrainingView
+from workbench.widgets.comparison.scene import RecordedRun, Scene, labeled
+from workbench.widgets.comparison.table import RadarView, TableView
+from workbench.widgets.figure import Stage
 from workbench.widgets.saved_page import chosen_steps, saved_page
-from workbench.widgets.stage import Stage
 from workbench.widgets.tags import Tags, model_tags
 
 if TYPE_CHECKING:
@@ -63,9 +56,8 @@ class ArchitectureComparison(WorkbenchWidget):
         theme: ``"page"``, or ``"projector"`` for large type.
 
     Attributes:
-        runs: All runs by name, as `workbench.widgets.comparison.recorded_run.RecordedRun`.
+        runs: All runs by name, as `workbench.widgets.comparison.scene.RecordedRun`.
         views: The views by name, each with its own controls and, once it has been visible, its figure.
-        export_bar: Controls for writing files.
 
     Raises:
         SchemaError: If there is no run, or a run has no spectra.
@@ -112,9 +104,8 @@ class ArchitectureComparison(WorkbenchWidget):
         self._check_view(view)
         self._is_writing = False
         self._make_controls(view)
-        self.export_bar = ExportBar(self, self.kinds)
         self._body = Stage()
-        self._fill([self._controls, self._body, self.export_bar])
+        self._fill([self._controls, self._body], suggested="")
         for control in (self._models, self._layers, self._view, self._highlight):
             self._watch(control, lambda _: self._draw())
         self._watch(self._slider, lambda change: setattr(self._play, "value", change["new"]))
@@ -297,11 +288,8 @@ class ArchitectureComparison(WorkbenchWidget):
         finally:
             other.close()
 
-    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
-        if ending == ".nc":
-            shown = {name: self.runs[name].tree for name in self.scene.shown}
-            return export_runs(shown, path, overwrite=overwrite)
-        return super()._write(path, ending, overwrite=overwrite)
+    def _shown_runs(self) -> Mapping[str, xr.DataTree]:
+        return {name: self.runs[name].tree for name in self.scene.shown}
 
     @property
     def _n_layers(self) -> int:
@@ -359,7 +347,6 @@ class ArchitectureComparison(WorkbenchWidget):
             return
         self._readout.value = str(self.step)
         view, scene = self.views[self.view], self.scene
-        self.export_bar.offer(view.refused_kinds)
         self.export_bar.suggest(f"exports/{self.view}_step{scene.step}")
         view.draw(scene)
         view.highlight(scene.highlight)

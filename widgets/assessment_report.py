@@ -11,7 +11,6 @@ import ipywidgets
 
 from workbench.errors import OptionError, require_listed
 from workbench.formatting import capitalized, clause, counted, percent
-from workbench.io.atomic import replacing
 from workbench.io.store import export_netcdf
 from workbench.option_checks import Seed
 from workbench.plots.figure_files import for_backend, picture_of
@@ -20,13 +19,10 @@ from workbench.reports.make_report import detached, report
 from workbench.reports.quantity import Numbers
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.base import known
-from workbench.widgets.export import ExportBar
-from workbench.widgets.headline import CSS, headline
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
-from workbench.widgets.report.criteria import CriteriaView
 from workbench.widgets.report.page import ReportPage
-from workbench.widgets.report.side_by_side import SideBySide
-from workbench.widgets.tables import HEAD
+from workbench.widgets.report.views import CriteriaView, SideBySide
+from workbench.widgets.tables import HEAD, HEADLINE_CSS, headline
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.worker import MeasuringWidget
 
@@ -73,7 +69,6 @@ class AssessmentReport(MeasuringWidget):
         criteria: For an assessment: filters, table and figures.
         side_by_side: For a comparison: two designs and their criteria.
         experiments: For a diagnosis: the proposed experiments.
-        export_bar: Controls for writing files.
 
     Raises:
         OptionError: If not exactly one of tree and subject is given, or there is no such theme.
@@ -121,7 +116,6 @@ class AssessmentReport(MeasuringWidget):
         self.side_by_side = SideBySide(self, self._show_row)
         can_run = model is not None and task is not None
         self.experiments = ExperimentsView(self, self.run_experiment, can_run=can_run)
-        self.export_bar = ExportBar(self, self.kinds)
         self._make_parts()
         self._views = {
             "report": self.text,
@@ -271,20 +265,20 @@ class AssessmentReport(MeasuringWidget):
         )
         self._body = ipywidgets.VBox(layout={"display": "none", "overflow": "hidden"})
         self._words = ipywidgets.HTML()
-        look = ipywidgets.HTML(f"<style>{CSS}</style>", layout={"display": "none"})
+        look = ipywidgets.HTML(f"<style>{HEADLINE_CSS}</style>", layout={"display": "none"})
         line = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"}
         self._line = ipywidgets.HBox([self._button, self._doing], layout=line | {"display": "none"})
-        self._fill([look, self._words, self._line, self._view, self._body, self.export_bar])
+        self._fill([look, self._words, self._line, self._view, self._body], suggested="")
         self._say_answer()
 
     def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
         if ending == ".png":
-            content = self.picture()
-            with replacing(path) as partial:
-                partial.write_bytes(content)
-            return path
+            return super()._write(path, ending, overwrite=overwrite)
         write = export_netcdf if ending == ".nc" else report
         return write(known(self._tree), path, overwrite=overwrite)
+
+    def _content(self, ending: str) -> bytes:
+        return self.picture()
 
     def _start(
         self,
@@ -328,7 +322,6 @@ class AssessmentReport(MeasuringWidget):
             self._words.value = headline(
                 document.state or CriterionState.NOT_MEASURED, self.summary, self._answer_lines()
             )
-        self.export_bar.offer(self.refused_kinds)
         self._settle()
 
     def _show_tree(self, tree: xr.DataTree) -> None:

@@ -1,4 +1,4 @@
-"""Base class of all widgets: error line, serialized callbacks, static picture, files, and cleanup."""
+"""Base class of all widgets: error line, serialized callbacks, static picture, files with buttons, and cleanup."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import html
 import logging
 import threading
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ipywidgets
 
 from workbench.errors import OptionError, StoreError, WorkbenchError
+from workbench.formatting import file_size
 from workbench.io.atomic import check_free, replacing
+from workbench.io.store import export_netcdf
 from workbench.plots.figure_files import picture_of
 from workbench.plots.figure_files import save as save_figure
-from workbench.widgets.files import KINDS, ending_of, make_folder
 from workbench.widgets.static_picture import Presence, StaticPicture
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.theme import check_theme
@@ -25,10 +27,17 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import xarray as xr
+
 _log = logging.getLogger(__name__)
-
-
 T = TypeVar("T")
+#: Suffix -> label and tooltip of the button that writes such a file.
+KINDS = {
+    ".png": ("PNG", "The figure as a bitmap with 200 dots per inch"),
+    ".svg": ("SVG", "The figure as vector graphics, for print"),
+    ".html": ("HTML", "A single page that stays interactive without a kernel and without a network"),
+    ".nc": ("netCDF", "All recorded data of the models shown, at all steps, one group per model"),
+}
 
 
 class WorkbenchWidget(ipywidgets.VBox):
@@ -42,6 +51,7 @@ class WorkbenchWidget(ipywidgets.VBox):
 
     Attributes:
         kinds: File suffixes that `save` accepts -> label and tooltip of their buttons.
+        export_bar: Controls for writing files.
 
     Args:
         theme: ``"page"``, or ``"projector"`` for large type.
@@ -73,13 +83,17 @@ class WorkbenchWidget(ipywidgets.VBox):
         self.message = ipywidgets.HTML()
         self._presence = Presence()
         self._picture = StaticPicture(self._draw_picture, lambda: self.summary)
+        self.export_bar = ExportBar(self)
         super().__init__([self._presence, self.message], **kwargs)
         self.add_class("workbench-widget")
         if theme != "page":
             self.add_class(f"workbench-{theme}")
 
-    def _fill(self, children: Sequence[ipywidgets.Widget]) -> None:
-        """Set the children above the line for errors."""
+    def _fill(self, children: Sequence[ipywidgets.Widget], *, suggested: str | None = None) -> None:
+        """Set the children above the line for errors, and with a suggested path also the controls for writing files."""
+        if suggested is not None:
+            self.export_bar.suggest(suggested)
+            children = [*children, self.export_bar]
         self.children = [self._presence, *children, self.message]
 
     @property
@@ -116,11 +130,18 @@ class WorkbenchWidget(ipywidgets.VBox):
         """
         with self.turn:
             path = Path(path).expanduser()
-            ending = ending_of(path, self.kinds)
+            ending = path.suffix.lower()
+            if ending not in self.kinds:
+                raise StoreError(f"'{path.name}' has the suffix '{ending}', expected one of {', '.join(self.kinds)}.")
             if ending in (refused := self.refused_kinds):
                 raise StoreError(refused[ending])
             check_free(path, overwrite=overwrite)
-            make_folder(path)
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"The folder {path.parent} cannot be created ({error.strerror}); choose another one."
+                ) from error
             return self._write(path, ending, overwrite=overwrite)
 
     @property
@@ -133,7 +154,11 @@ class WorkbenchWidget(ipywidgets.VBox):
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Schedule a redraw of the static picture once nothing has changed for a moment; callable from any thread."""
+        """Schedule a redraw of the static picture once nothing has changed for a moment; callable from any thread.
+
+        The buttons of files that cannot be written at present are disabled at once.
+        """
+        self.export_bar.offer(self.refused_kinds)
         self._picture.settle()
 
     @property
@@ -197,18 +222,28 @@ class WorkbenchWidget(ipywidgets.VBox):
         self._picture.close()
         while self._undo:
             self._undo.pop()()
-        for child in self.children:
+        for child in (*self.children, self.export_bar):
             close_tree(child)
         super().close()
 
     def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
         """Write a file of one kind, after all checks."""
-        if ending != ".html":
+        if ending == ".nc":
+            return export_runs(self._shown_runs(), path, overwrite=overwrite)
+        content = self._content(ending)
+        if content is None:
             return save_figure(self.figure("matplotlib"), path, overwrite=overwrite)
-        content = self.page()
-        with replacing(path) as partial:
-            partial.write_text(content, encoding="utf-8")
+        with replacing(path) as place:
+            place.write_bytes(content)
         return path
+
+    def _content(self, ending: str) -> bytes | None:
+        """Return the content of a file; None for the figure."""
+        return self.page().encode() if ending == ".html" else None
+
+    def _shown_runs(self) -> Mapping[str, xr.DataTree]:
+        """Return the runs of a netCDF file by name."""
+        raise NotImplementedError
 
     def _ipython_display_(self) -> None:
         self._picture.display(self.model_id)
@@ -238,16 +273,72 @@ def close_tree(widget: ipywidgets.Widget) -> None:
 
 
 def known(value: T | None, sentence: str = "There is nothing to show yet.", *, name: str = "data") -> T:
-    """Return a value that must not be None.
-
-    Args:
-        value: The value.
-        sentence: Message of the exception.
-        name: Name of the value in the exception.
-
-    Raises:
-        OptionError: If the value is None.
-    """
+    """Return a value that must not be None; otherwise raise an exception with this sentence."""
     if value is None:
         raise OptionError(sentence)
     return value
+
+
+def export_runs(runs: Mapping[str, xr.DataTree], path: Path, *, overwrite: bool = False) -> Path:
+    """Write several runs to one netCDF file, with one group per run and one subgroup per part of the run.
+
+    ``wb.open_run(path)[name]`` returns a run. A slash in a name would add another group, and is replaced by "|".
+    """
+    import xarray as xr
+
+    groups = {name.replace("/", "|"): run for name, run in runs.items()}
+    if len(groups) < len(runs):
+        raise StoreError("Two runs have the same name after their slashes are replaced; rename one of them.")
+    return export_netcdf(xr.DataTree(children=groups), path, overwrite=overwrite)
+
+
+class ExportBar(ipywidgets.VBox):
+    """A path, a button for each kind of file, and a line with the last file written."""
+
+    def __init__(self, owner: WorkbenchWidget) -> None:
+        self._suggested = ""
+        self._owner = owner
+        self.path = ipywidgets.Text(
+            description="Save as",
+            style={"description_width": "64px"},
+            layout={"width": "300px", "max_width": "98%"},
+            continuous_update=False,
+        )
+        self.overwrite = ipywidgets.Checkbox(description="Overwrite", tooltip="Replace an existing file", indent=False)
+        self.overwrite.layout.width = "auto"
+        self.buttons = {
+            ending: ipywidgets.Button(description=label, tooltip=tip, layout={"width": "88px"})
+            for ending, (label, tip) in owner.kinds.items()
+        }
+        self.note = ipywidgets.HTML()
+        row = ipywidgets.HBox(
+            [self.path, *self.buttons.values(), self.overwrite],
+            layout={"align_items": "center", "flex_flow": "row wrap", "grid_gap": "4px"},
+        )
+        super().__init__([row, self.note])
+        for ending, button in self.buttons.items():
+            owner._on_click(button, partial(self._save, ending))
+
+    def suggest(self, path: str) -> None:
+        """Put a path into the text field unless the user has entered another one."""
+        if self.path.value == self._suggested:
+            self.path.value = path
+        self._suggested = path
+
+    def offer(self, refused: Mapping[str, str]) -> None:
+        """Disable the buttons of these suffixes, with the reason as tooltip, and enable all others."""
+        for ending, button in self.buttons.items():
+            button.disabled = ending in refused
+            button.tooltip = refused.get(ending) or self._owner.kinds[ending][1]
+
+    def _save(self, ending: str, _: Any) -> None:
+        self.note.value = ""
+        path = Path(self.path.value.strip()).expanduser()
+        if not path.name:
+            raise StoreError("The file name is empty; enter one, such as exports/figure.")
+        if path.suffix.lower() != ending:
+            path = path.with_name(path.name + ending)
+        path = self._owner.save(path, overwrite=self.overwrite.value)
+        said = html.escape(f"Saved {path.resolve()} ({file_size(path.stat().st_size)}).")
+        style = "color:var(--jp-ui-font-color2);margin-left:70px;line-height:1.4"
+        self.note.value = f'<div role="status" style="{style}">{said}</div>'

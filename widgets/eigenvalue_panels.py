@@ -34,14 +34,7 @@ ZOOM_TIPS = [
 
 
 class EigenvaluePanels:
-    """One panel per model on shared axes; data, texts and ranges are updated in place.
-
-    Attributes:
-        root: The bokeh layout of all panels.
-        figures: The panels by name.
-        sources: The modes drawn, by name.
-        view: The last view; None before the first.
-    """
+    """One panel per model on shared axes in one layout (``root``); data, texts and ranges are updated in place."""
 
     def __init__(self, spectra: Mapping[str, xr.Dataset], *, theme: str = "page") -> None:
         self._theme = theme

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import anywidget
 import bokeh
+import ipywidgets
 import traitlets
 from bokeh.core.json_encoder import serialize_json
 from bokeh.document import Document
@@ -24,8 +25,9 @@ from bokeh.protocol import Protocol
 from IPython.display import Image
 
 from workbench.plots.figure_files import bokeh_plot, drawn_backends, fit_script, picture_of
+from workbench.widgets.base import close_tree
 from workbench.widgets.static_picture import StaticPicture
-from workbench.widgets.theme import check_theme, enlarge_text
+from workbench.widgets.theme import THEMES, check_theme, enlarge_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from bokeh.document.events import DocumentPatchedEvent
     from bokeh.models import LayoutDOM
     from ipywidgets import DOMWidget
+
 
 # bokeh reads these variables when it paints, so text and lines have the colors of JupyterLab's theme.
 _CSS = """
@@ -51,10 +54,8 @@ _CSS = """
 class Figure(anywidget.AnyWidget):
     """A bokeh layout on the page; changes to its models in Python are drawn immediately.
 
-    Args:
-        root: The layout to show. If it belongs to a document, it must be the only root.
-        lock: Held while the figure's models change; pass the lock that callbacks of these models hold.
-        draw: Returns the figure as PNG for the static picture in the notebook; None for no picture.
+    If the layout belongs to a document, it must be the only root. The lock is held while its models change; pass the
+    one that their callbacks hold. ``draw`` returns the static picture for the notebook as PNG.
     """
 
     _esm = fit_script() + Path(__file__).with_name("figure.js").read_text(encoding="utf-8")
@@ -192,3 +193,88 @@ def _library() -> bytes:
     """Return the BokehJS of the installed bokeh, compressed to about 0.3 MB."""
     source = files("bokeh").joinpath("server/static/js/bokeh.min.js").read_bytes()
     return gzip.compress(source, 6)
+
+
+# A hidden widget is drawn at its final width, but is invisible and takes no height.
+_HIDDEN = {"height": "0px", "overflow": "hidden", "visibility": "hidden"}
+_SHOWN: dict[str, str | None] = {"height": None, "overflow": "auto hidden", "visibility": None}
+
+
+class Stage(ipywidgets.VBox):
+    """A container that shows one of several widgets (``shown``), and switches once the next one has been drawn.
+
+    Each widget has a slot with a fixed place, because the page redraws all children that follow a removed one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slots: list[ipywidgets.Box] = []
+        self.shown: ipywidgets.Widget | None = None
+        self._canvas: Figure | None = None
+
+    def put(
+        self, widget: ipywidgets.Widget, canvas: Figure | None = None, *, replaces: ipywidgets.Widget | None = None
+    ) -> None:
+        """Show a widget: immediately if it is drawn or has no figure, or if no page shows the current one.
+
+        ``canvas`` is the figure in it, or the widget itself. A widget that it replaces is closed, any other hidden.
+        """
+        before, self.shown, self._canvas = self._canvas, widget, canvas
+        self._slot_of(widget)
+        if canvas is None or canvas.is_drawn or before is None or not before.is_drawn:
+            self._reveal(widget, replaces)
+            return
+        self.add_class("workbench-busy")
+        canvas.when_drawn(lambda: self._reveal(widget, replaces))
+
+    def clear(self) -> None:
+        """Close all widgets and show nothing."""
+        self.shown = self._canvas = None
+        for slot in self._slots:
+            for child in slot.children:
+                close_tree(child)
+            slot.children = ()
+
+    def _slot_of(self, widget: ipywidgets.Widget) -> ipywidgets.Box:
+        """Return the slot of a widget, or assign a free or a new one."""
+        for slot in self._slots:
+            if widget in slot.children:
+                return slot
+        slot = next((slot for slot in self._slots if not slot.children), None)
+        if slot is None:
+            slot = ipywidgets.VBox(layout=_HIDDEN)
+            self._slots.append(slot)
+            self.children = list(self._slots)
+        slot.children = [widget]
+        return slot
+
+    def _reveal(self, widget: ipywidgets.Widget, replaces: ipywidgets.Widget | None) -> None:
+        if self.shown is widget:
+            for slot in self._slots:
+                slot.layout = ipywidgets.Layout(**(_SHOWN if widget in slot.children else _HIDDEN))
+            self.remove_class("workbench-busy")
+        if replaces is not None:
+            for slot in self._slots:
+                if replaces in slot.children:
+                    slot.children = ()
+            close_tree(replaces)
+
+
+class FigureStage(Stage):
+    """A container for figures of ``workbench.plots`` (``figure``, its widget ``canvas``), shown as in `Stage`."""
+
+    def __init__(self, theme: str) -> None:
+        super().__init__()
+        self.theme, self.figure = theme, None
+        self.canvas: Figure | None = None
+
+    def draw(self, figure: Any, *, min_width: int = 0) -> None:
+        """Show another bokeh figure, or nothing for None; on a page narrower than ``min_width`` pixels it scrolls."""
+        before, self.figure, self.canvas = self.canvas, figure, None
+        if figure is None:
+            self.clear()
+            return
+        canvas: Any = show(figure, theme=self.theme)
+        canvas.layout.width, canvas.layout.min_width = "100%", f"{THEMES[self.theme] * min_width:g}px"
+        self.canvas = canvas
+        self.put(canvas, canvas, replaces=before)

@@ -12,31 +12,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench import plots
+import ipywidgets
+
 from workbench.errors import OptionError, StoreError, require_known
 from workbench.io.store import open_run
 from workbench.option_checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from workbench.plots import style
-from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_files import save as save_figure
-from workbench.plots.traces_figure import trace_panels
+from workbench.plots.timeline_events import events_of
 from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
-from workbench.widgets.base import WorkbenchWidget
-from workbench.widgets.export import ExportBar
-from workbench.widgets.files import KINDS, export_runs
+from workbench.widgets.base import KINDS, WorkbenchWidget
 from workbench.widgets.live import cells
-from workbench.widgets.live.alarm_list import AlarmList
-from workbench.widgets.live.branches import Branches, SavedStep, best_step, remarks_on
-from workbench.widgets.live.buttons import Buttons
-from workbench.widgets.live.fault_panel import FaultPanel
-from workbench.widgets.live.latest_state import LatestState, script
-from workbench.widgets.live.live_canvas import LiveCanvas
-from workbench.widgets.live.live_runs import ENDED, PAUSED, STARTING, TRAINING, Listener, LiveRuns
-from workbench.widgets.live.paired_runs import PairedRuns
+from workbench.widgets.live.live_canvas import LiveCanvas, live_figure
+from workbench.widgets.live.live_runs import ENDED, PAUSED, PAUSING, STARTING, STOPPING, TRAINING, LiveRuns, Switches
+from workbench.widgets.live.panels import AlarmList, SwitchPanel
 from workbench.widgets.live.setup import Setup
-from workbench.widgets.live.starts import Start, recorded_histories
-from workbench.widgets.live.switches import Switches
+from workbench.widgets.live.starts import Branches, PairedRuns, SavedStep, Start, best_step, remarks_on
 
 if TYPE_CHECKING:
     import os
@@ -50,9 +41,8 @@ if TYPE_CHECKING:
     from workbench.callbacks.faults import Fault
     from workbench.callbacks.kss import KSS
     from workbench.callbacks.recorder import Recorder
-    from workbench.widgets.live.history import RunHistory
-    from workbench.widgets.live.step_news import StepNews
-    from workbench.widgets.live.switches import State
+    from workbench.widgets.live.history import RunHistory, StepNews
+    from workbench.widgets.live.live_runs import State
     from workbench.zoo import ArchitectureConfig
 
 
@@ -111,7 +101,6 @@ class LiveTraining(WorkbenchWidget):
         setup: The controls of what is trained, by name.
         canvas: The figure.
         alarm_list: The list of alarms.
-        export_bar: Controls for writing files.
 
     Raises:
         OptionError: If a setting is unknown or invalid.
@@ -176,8 +165,7 @@ class LiveTraining(WorkbenchWidget):
         self.canvas = LiveCanvas(lambda: self.status, self._note, self._guarded, self._settle)
         self.alarm_list = AlarmList()
         self._at_close(self.alarm_list.close)
-        self._panel = KSSPanel(self.kss, self._guarded)
-        self._panels = [self._panel, *([FaultPanel(self.faults, self._guarded)] if self.faults else [])]
+        self._panel = SwitchPanel(self.kss, self.faults, self._guarded)
         self._thread: str | None = None
         self._switches = Switches(self.kss, self.faults, self._tell_switched)
         self._at_close(self._switches.close)
@@ -185,10 +173,11 @@ class LiveTraining(WorkbenchWidget):
         for each in switched:
             self._at_close(each.observe(lambda name, before, after: self.canvas.refresh()))
         self._buttons = Buttons(self)
-        self.export_bar = ExportBar(self, self.kinds)
-        self.export_bar.suggest("exports/live_training")
         alarm_lists = [self.alarm_list] if alarms is not None else []
-        self._fill([self.setup.box, self._buttons.box, *self._panels, self.canvas, *alarm_lists, self.export_bar])
+        self._fill(
+            [self.setup.box, self._buttons.box, self._panel, self.canvas, *alarm_lists],
+            suggested="exports/live_training",
+        )
         for control in (self.setup.first.family, self.setup.task, self.setup.second.family, self.setup.compare):
             self._watch(control, lambda _: self.setup.adapt())
         self._offer()
@@ -377,12 +366,8 @@ class LiveTraining(WorkbenchWidget):
                 self.wait()
         super().close()
 
-    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
-        if ending == ".nc":
-            return export_runs(self.runs, path, overwrite=overwrite)
-        return super()._write(path, ending, overwrite=overwrite)
-
-    # `LiveRuns` calls the following methods in the thread that receives messages from the process.
+    def _shown_runs(self) -> Mapping[str, xr.DataTree]:
+        return self.runs
 
     def _run_in_page(self, function: Any, *arguments: Any) -> None:
         """Call a function in the context of the page, which is answered even while a cell runs; show its errors."""
@@ -395,21 +380,34 @@ class LiveTraining(WorkbenchWidget):
 
         self.canvas.context.copy().run(run)
 
-    def _take_step(self, name: str, news: StepNews) -> None:
-        """Show a step of a run."""
+    def _hear(self, what: str, *values: Any) -> None:
+        """Show what `LiveRuns` tells about the training process, in the thread that receives its messages."""
+        if what == "step":
+            self._show_step(*values)
+        elif what == "end":  # of one run
+            self.canvas.refresh()
+            with self._attempt():
+                self._offer()
+        elif what == "state":
+            self._show_state()
+        elif what == "refused":  # the runs could not start
+            self._sentences += values
+            self._put_back()
+        elif what == "beat":
+            self.canvas.say_alive()
+            self._move_controls()
+            if self.state == STARTING:
+                self.canvas.refresh()
+        else:
+            self._show_exit()
+
+    def _show_step(self, name: str, news: StepNews) -> None:
         if news.actions and name == next(iter(self.canvas.histories)) and self._pair.actions is not None:
             self._pair.actions.done.extend(news.actions)
-        self.alarm_list.hear(name, news)
+        self.alarm_list.hear(name, news.events)
         self.canvas.refresh()
 
-    def _take_end(self, name: str) -> None:
-        """Show that a run has ended by itself."""
-        self.canvas.refresh()
-        with self._attempt():
-            self._offer()
-
-    def _take_state(self) -> None:
-        """Show a change of the state."""
+    def _show_state(self) -> None:
         self._move_controls()
         self.canvas.is_active = self.is_running
         self._offer()
@@ -417,19 +415,7 @@ class LiveTraining(WorkbenchWidget):
         if self.state == PAUSED:
             self._settle()
 
-    def _take_refusal(self, sentence: str) -> None:
-        """Show that the runs could not start, and restore the previous display."""
-        self._sentences.append(sentence)
-        self._put_back()
-
-    def _take_heartbeat(self) -> None:
-        """Let the page know that the process is running."""
-        self.canvas.say_alive()
-        self._move_controls()
-        if self.state == STARTING:
-            self.canvas.refresh()
-
-    def _take_exit(self) -> None:
+    def _show_exit(self) -> None:
         """Show that all runs are closed, and run the waiting action, such as a restart."""
         with self._attempt():
             if self._runs is not None:
@@ -437,7 +423,7 @@ class LiveTraining(WorkbenchWidget):
             self._runs, action, self._next = None, self._next, None
             if action is not None:
                 action()
-            self._take_state()
+            self._show_state()
         self._settle()
 
     def _begin(self, saved: SavedStep | None = None) -> None:
@@ -445,11 +431,11 @@ class LiveTraining(WorkbenchWidget):
         start = Start.of(self.setup, self._pair, self._branches, self._settings, saved)
         before = (self.canvas.histories, self.canvas.earlier, self.canvas.n_steps, self._start, self._switched)
         earlier = {} if saved is None else self._left_by(saved)
-        histories = start.histories(self._branches)
+        histories = start.histories()
 
         def put_back() -> None:
             if saved is not None:
-                self._branches.drop(self._branches.place(start.number))
+                self._branches.drop(start.number)
             self.canvas.show(*before[:3])
             self._start, self._switched = before[3:]
 
@@ -460,25 +446,16 @@ class LiveTraining(WorkbenchWidget):
         self.canvas.show(histories, earlier, start.n_steps)
         self.alarm_list.clear()
         for name, store in start.stores.items() if saved is not None else ():
-            self.alarm_list.learn(name, open_run(store))
+            self.alarm_list.hear(name, events_of(open_run(store)))
         self.alarm_list.refresh()
-        listener = Listener(
-            run_in_page=self._run_in_page,
-            take_step=self._take_step,
-            take_end=self._take_end,
-            take_state=self._take_state,
-            take_refusal=self._take_refusal,
-            take_heartbeat=self._take_heartbeat,
-            take_exit=self._take_exit,
-        )
-        self._runs = LiveRuns(start.job, histories, self._switches, listener)
-        self._take_state()
+        self._runs = LiveRuns(start.job, histories, self._switches, self._run_in_page, self._hear)
+        self._show_state()
 
     def _left_by(self, saved: SavedStep) -> dict[tuple[str, int], RunHistory]:
         """Return the runs that a restart from a checkpoint replaces, and the earlier ones that are still shown."""
         histories, earlier = self.canvas.histories, self.canvas.earlier
         if saved.start != self._start:
-            histories, earlier = recorded_histories(self._branches.stores(saved.start)), {}
+            histories, earlier = self._branches.histories(saved.start), {}
         return earlier | {(name, saved.start): history for name, history in histories.items()}
 
     def _move_controls(self) -> None:
@@ -486,9 +463,8 @@ class LiveTraining(WorkbenchWidget):
         if (thread := cells.page_thread()) is None or thread == self._thread:
             return
         self._thread = thread
-        for panel in self._panels:
-            panel.context = contextvars.copy_context()
-            panel.say_alive()
+        self._panel.context = contextvars.copy_context()
+        self._panel.say_alive()
         for control in self._buttons.controls:
             control.send_state("disabled")
 
@@ -523,69 +499,63 @@ class LiveTraining(WorkbenchWidget):
             control.disabled = self.is_running
 
 
-_TRACES = ("loss", "grad_norm", "near_unit_mass", "spectral_radius")
+class Buttons:
+    """A row of buttons and the list of checkpoints."""
 
+    def __init__(self, owner: LiveTraining) -> None:
+        def button(text: str, tip: str, act: Callable[[], None]) -> ipywidgets.Button:
+            made = ipywidgets.Button(description=text, tooltip=tip, layout={"width": "max-content", "min_width": "8em"})
+            owner._on_click(made, lambda _: act())
+            return made
 
-@redrawable
-def live_figure(histories: Mapping[str, RunHistory], *, step: int | None = None, backend: str = "bokeh") -> Any:
-    """Draw the eigenvalues of each run at a step, and the traces of all runs.
-
-    Args:
-        histories: Histories by run.
-        step: Recorded step; None for the latest.
-        backend: ``"bokeh"`` or ``"matplotlib"``.
-    """
-    found = {name: history.spectra_at(step) for name, history in histories.items()}
-    spectra = {name: data for name, data in found.items() if data is not None}
-    if not spectra:
-        raise OptionError("There are no modes to draw yet; press Start and wait for the first step.")
-    runs = {name: history.as_run() for name, history in histories.items() if history.n_done}
-    maps = plots.eigenvalue_map(spectra, step="last", columns=2, backend=backend)
-    with style.drawing(backend) as hv:
-        lines = trace_panels(hv, backend, runs, _TRACES, is_placed=False)
-        # The traces share a step axis and have their legend at the side, so they are in one column.
-        n_columns = max(len(spectra), 2)
-        row = [[line, *(hv.Empty() for _ in range(n_columns - 1))] for line in lines]
-        blank = [hv.Empty() for _ in range(n_columns - len(spectra))]
-        panels = [*maps, *blank, *(panel for panels in row for panel in panels)]
-        return style.laid_out(
-            hv, panels, backend, n_columns=n_columns, tight=True, hspace=0.3, vspace=0.55, aspect_weight=1.0
+        self.start = button("Start", "Train from the beginning with the settings above", owner.start)
+        self.pause = button("Pause", "Pause after the current step, or resume", self._pause_or_resume)
+        self.stop = button("Stop", "End the runs and close their records; press again to end immediately", owner.stop)
+        self.restart = button(
+            "Restart",
+            "Continue from the checkpoint on the right in a new branch",
+            lambda: owner.restart(self.choice.value),
         )
+        self.start.button_style = "primary"
+        self.choice = ipywidgets.Dropdown(
+            options=[],
+            description="from",
+            style={"description_width": "initial"},
+            layout={"width": "max-content", "min_width": "16em", "max_width": "98%"},
+        )
+        self.controls = [self.start, self.pause, self.stop, self.restart, self.choice]
+        self.box = ipywidgets.HBox(
+            self.controls,
+            layout={"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 6px", "margin": "4px 0"},
+        )
+        self.box.add_class("workbench-live-setup")
+        self._owner = owner
+        self._best: SavedStep | None = None
 
+    def offer(
+        self, state: str, saved: Sequence[SavedStep], best: SavedStep | None, remarks: Mapping[SavedStep, str]
+    ) -> None:
+        """Enable the buttons that apply to a state, and list the checkpoints."""
+        is_running = state not in ("ready", ENDED)
+        ordered = [*remarks, *(each for each in saved if each not in remarks)]
+        options = [(f"{each}: {remarks[each]}" if each in remarks else str(each), each) for each in ordered]
+        chosen = self.choice.value
+        if list(self.choice.options) != options:
+            keeps = chosen in saved and chosen != self._best  # a choice of the user is kept, the default follows `best`
+            self.choice.options = options
+            self.choice.value = chosen if keeps else best
+        elif chosen == self._best:
+            self.choice.value = best
+        self._best = best
+        self.choice.disabled = self.restart.disabled = not saved
+        self.start.disabled = is_running
+        self.pause.disabled = not is_running or state == STOPPING
+        self.stop.disabled = not is_running
+        self.pause.description = "Resume" if state in (PAUSING, PAUSED) else "Pause"
+        self.stop.description = "Stop now" if state == STOPPING else "Stop"
 
-class KSSPanel(LatestState):
-    """Controls of switch, strength and interval.
-
-    The page sends only the user's actions and shows the state of the kernel, so it can never restore an old value.
-    """
-
-    _esm = script("latest_state.js", "kss_panel.js")
-    _css = script("kss_panel.css")
-
-    def __init__(self, kss: KSS, guarded: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-        self.kss = kss
-        self._set = guarded(self._set_as_asked)
-        super().__init__()
-        self._stop_observing = kss.observe(lambda name, before, after: self.refresh())
-
-    def state(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Return the state of the controls."""
-        control = self.kss.control
-        return {"enabled": control.enabled, "strength": control.strength, "interval": control.interval}, []
-
-    def close(self) -> None:
-        """Remove the panel; KSS stays unchanged."""
-        if hasattr(self, "_stop_observing"):
-            self._stop_observing()
-        super().close()
-
-    def _receive(self, _: Any, content: dict[str, Any], buffers: list[Any]) -> None:
-        if "set" in content:
-            self._set(content["set"])
-        super()._receive(_, content, buffers)
-
-    def _set_as_asked(self, controls: dict[str, Any]) -> None:
-        try:
-            self.kss.set(**controls)
-        finally:  # the page must also drop a rejected value
-            self.refresh()
+    def _pause_or_resume(self) -> None:
+        if self.pause.description == "Resume":
+            self._owner.resume()
+        else:
+            self._owner.pause()

@@ -14,7 +14,6 @@ from bokeh.plotting import figure
 
 from workbench import plots
 from workbench.errors import OptionError
-from workbench.io.atomic import replacing
 from workbench.io.store import export_netcdf
 from workbench.option_checks import checked, one_of
 from workbench.plots import style
@@ -23,16 +22,12 @@ from workbench.rates.find_rate import FoundRates
 from workbench.risk.edge_model import shipped
 from workbench.risk.risk import Risk, over_rates, predict
 from workbench.schema.statuses import CriterionState
-from workbench.widgets import headline
 from workbench.widgets.base import known
-from workbench.widgets.export import ExportBar
-from workbench.widgets.figure import Figure
-from workbench.widgets.risk import plan_controls, risk_words
-from workbench.widgets.risk.measurement import Measured, measure, run_pilot
-from workbench.widgets.risk.model_choice import ModelChoice
-from workbench.widgets.risk.plan_controls import PlanControls
-from workbench.widgets.risk.risk_page import page
-from workbench.widgets.stage import FigureStage
+from workbench.widgets.figure import Figure, FigureStage
+from workbench.widgets.risk import controls, words
+from workbench.widgets.risk.controls import Measured, ModelChoice, PlanControls, measure, run_pilot
+from workbench.widgets.risk.words import page
+from workbench.widgets.tables import HEADLINE_CSS, headline
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.theme import enlarge_text
 from workbench.widgets.worker import MeasuringWidget
@@ -44,12 +39,12 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.risk.edge_model import EdgeModel
-    from workbench.widgets.risk.risk_words import RiskAnswer
+    from workbench.widgets.risk.words import RiskAnswer
 
 
 _STALE = "workbench-risk-stale"
 _CSS = f"""
-{headline.CSS}{risk_words.CSS}{plan_controls.CSS}
+{HEADLINE_CSS}{words.CSS}{controls.PLAN_CSS}
 .{_STALE} .workbench-figure {{ opacity: 0.4; }}
 .{_STALE} .workbench-risk > div {{ border-style: dashed; }}
 .{_STALE} .workbench-risk .figure {{ color: var(--jp-ui-font-color2, #616161); font-weight: 400; }}
@@ -87,7 +82,6 @@ class RiskExplorer(MeasuringWidget):
         setup: The controls of model and task, by name.
         plan: The controls of the plan, by name, such as ``explorer.plan.learning_rate.value = 0.03``.
         budget: The control of the maximum number of updates of a pilot.
-        export_bar: Controls for writing files.
 
     Raises:
         OptionError: If the model or the task has another type or name, or there is no such theme.
@@ -165,7 +159,7 @@ class RiskExplorer(MeasuringWidget):
             OptionError: If the values of the controls are invalid.
         """
         with self.turn:
-            self._worker.drop()
+            self._drop()
             self._mark_stale()
             choice, settings = self.setup.choice(), self.plan.settings()
             self._begin(f"Measuring {choice.name}", lambda check, _: measure(choice, settings, self._model, check))
@@ -178,7 +172,7 @@ class RiskExplorer(MeasuringWidget):
             OptionError: If nothing has been measured yet.
         """
         with self.turn:
-            if self._measured is None or self._worker.is_busy:
+            if self._measured is None or self.is_measuring:
                 raise OptionError("The model has not been measured yet; wait for the measurement, or press Measure.")
             choice, settings, budget = self._measured.choice, self.plan.settings(), self.budget.value
 
@@ -244,12 +238,10 @@ class RiskExplorer(MeasuringWidget):
     def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
         if ending == ".nc":
             return export_netcdf({"case": known(self.case), "risk": known(self._over)}, path, overwrite=overwrite)
-        if ending == ".png":
-            content = self.picture()
-            with replacing(path) as partial:
-                partial.write_bytes(content)
-            return path
         return super()._write(path, ending, overwrite=overwrite)
+
+    def _content(self, ending: str) -> bytes | None:
+        return self.picture() if ending == ".png" else super()._content(ending)
 
     def _make_parts(self) -> None:
         self._button = ipywidgets.Button(
@@ -278,10 +270,8 @@ class RiskExplorer(MeasuringWidget):
         risk = ipywidgets.HBox([self._cards, curve], layout=row | {"align_items": "flex-start"})
         self._losses = FigureStage(self.theme)
         self._shown = ipywidgets.VBox([risk, self._found, self._losses], layout={"display": "none"})
-        self.export_bar = ExportBar(self, self.kinds)
-        self.export_bar.suggest("exports/risk")
         look = ipywidgets.HTML(f"<style>{_CSS}</style>", layout={"display": "none"})
-        self._fill([look, self._words, setup, self.plan.box, pilot, self._shown, self.export_bar])
+        self._fill([look, self._words, setup, self.plan.box, pilot, self._shown], suggested="exports/risk")
 
     def _change_model(self) -> None:
         """Adapt to a change of the model or task controls."""
@@ -296,7 +286,7 @@ class RiskExplorer(MeasuringWidget):
         if self.setup.is_automatic:
             self.measure()
             return
-        self._worker.drop()
+        self._drop()
         self._end("")
         self._mark_stale()
         self._say_answer()
@@ -325,21 +315,21 @@ class RiskExplorer(MeasuringWidget):
     def _answer(self) -> RiskAnswer:
         """The predicted outcome; while another model is being measured, that of the previous model."""
         if self._risk is None or self._over is None:
-            words = (
+            sentence = (
                 "Measuring the model …"
                 if self._progress is not None
                 else "Press Measure to estimate the risk of this model."
             )
-            return risk_words.RiskAnswer(CriterionState.NOT_MEASURED, words, "")
-        return risk_words.answer(self._risk, self._over, self.pilot)
+            return words.RiskAnswer(CriterionState.NOT_MEASURED, sentence, "")
+        return words.answer(self._risk, self._over, self.pilot)
 
     @property
     def _answer_of_pilot(self) -> FoundRates | None:
         """The pilot if it has a result, else None."""
         return None if self.pilot is None or self.pilot.reason else self.pilot
 
-    def _cards_of(self, risk: Risk) -> list[risk_words.Card]:
-        return risk_words.cards(risk, known(self.case), self._answer_of_pilot)
+    def _cards_of(self, risk: Risk) -> list[words.Card]:
+        return words.cards(risk, known(self.case), self._answer_of_pilot)
 
     def _draw(self) -> None:
         """Show the risk of the planned training."""
@@ -347,9 +337,9 @@ class RiskExplorer(MeasuringWidget):
             return
         self._risk = predict(case, pilot=self._answer_of_pilot, model=self._model)
         self._over = over_rates(case, self._curve.rates, pilot=self._answer_of_pilot, model=self._model)
-        self._cards.value = risk_words.as_html(self._cards_of(self._risk))
-        words = "" if self.pilot is None else html.escape(str(self.pilot))
-        self._found.value = f'<div class="workbench-risk-found">{words}</div>' if words else ""
+        self._cards.value = words.as_html(self._cards_of(self._risk))
+        found = "" if self.pilot is None else html.escape(str(self.pilot))
+        self._found.value = f'<div class="workbench-risk-found">{found}</div>' if found else ""
         self._draw_losses()
         with self._canvas.batch():
             self._curve.write(self._over, self._risk)
@@ -363,10 +353,9 @@ class RiskExplorer(MeasuringWidget):
         if self._risk is not None and self._is_stale:
             remedy = "" if self._progress else "Press Measure to update it."
             more = [f"This is the result of the previous model. {remedy}"]
-        self._words.value = headline.headline(answer.state, answer.sentence, more)
+        self._words.value = headline(answer.state, answer.sentence, more)
         # A click would be lost while something is measured.
         self._start.disabled = self._measured is None or self._progress is not None
-        self.export_bar.offer(self.refused_kinds)
         self._settle()
 
     def _draw_losses(self) -> None:

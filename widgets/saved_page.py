@@ -40,19 +40,10 @@ MOST_STEPS = 40
 
 @dataclass
 class SavedView:
-    """One figure of a page, and the parts of it that can be hidden.
+    """One figure of a page (None if it is only text), and the parts of it that are hidden with a model or signal.
 
-    Attributes:
-        name: Name of its tab.
-        root: Layout of the figure; None for a view that is only text.
-        models: Name of a model -> parts of the figure that are hidden with it.
-        signals: Name of a signal -> parts of the figure that are hidden with it.
-        shown: Signals that are visible at first.
-        planes: Eigenvalue maps, which can be zoomed to the square around 1.
-        above: HTML above the figure.
-        below: HTML below the figure.
-        frames: The recorded states, one per step.
-        texts: The HTML below the figure, one per step.
+    ``shown`` has the signals visible at first, ``planes`` the maps that can be zoomed to the square around 1; ``above``
+    and ``below`` are HTML. `record` adds the state and the HTML of one step.
     """
 
     name: str
@@ -114,15 +105,9 @@ def _item(root: LayoutDOM) -> dict[str, Any]:
 def saved_page(
     title: str, views: Sequence[SavedView], *, steps: Sequence[int], step: int, n_layers: int, layers: tuple[int, int]
 ) -> str:
-    """Return an HTML page of several figures with one set of controls.
+    """Return an HTML page of several figures, each with one recorded state per step, with one set of controls.
 
-    Args:
-        title: Title of the page.
-        views: The figures, each with one recorded state per step.
-        steps: The steps.
-        step: The step that is shown first.
-        n_layers: Number of layers that can be chosen.
-        layers: First and last layer shown at first.
+    ``step`` is the step, and ``layers`` the first and last of the ``n_layers`` layers, that are shown first.
     """
     content = {
         "views": [view.content() for view in views],

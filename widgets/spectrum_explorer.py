@@ -14,18 +14,15 @@ from workbench.koopman.measures import remeasure
 from workbench.plots import eigenvalue_map
 from workbench.plots.figure_inputs import named_spectra, select_layers
 from workbench.plots.plane_view import ZOOMS, view_of
-from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.base import KINDS, WorkbenchWidget
 from workbench.widgets.eigenvalue_panels import ZOOM_TIPS, EigenvaluePanels, key_in_words
-from workbench.widgets.export import ExportBar
 from workbench.widgets.figure import Figure
-from workbench.widgets.files import KINDS, export_runs
 from workbench.widgets.saved_page import SavedView, saved_page
 from workbench.widgets.tables import SCROLLING, mass_table, mode_table, muted
 from workbench.widgets.theme import THEMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     import xarray as xr
 
@@ -89,9 +86,7 @@ class SpectrumExplorer(WorkbenchWidget):
         self.canvas = Figure(self._panels.root, lock=self.turn)
         self.key = ipywidgets.HTML()
         self.masses, self.selection = ipywidgets.HTML(layout=SCROLLING), ipywidgets.HTML(layout=SCROLLING)
-        self.export_bar = ExportBar(self, self.kinds)
-        self.export_bar.suggest("exports/spectra")
-        self._fill([self._controls, self.key, self.canvas, self.masses, self.selection, self.export_bar])
+        self._fill([self._controls, self.key, self.canvas, self.masses, self.selection], suggested="exports/spectra")
         for control in (*self._thresholds.values(), self.layers, self.reliable_only, self.zoom):
             self._watch(control, lambda _: self.update())
         pick = self._guarded(lambda attr, old, new: self._read_selection())
@@ -212,12 +207,9 @@ class SpectrumExplorer(WorkbenchWidget):
             ", ".join(self.spectra), [saved], steps=[0], step=0, n_layers=n_layers, layers=self.layers.value
         )
 
-    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
-        if ending == ".nc":
-            chosen: dict[str, Any] = self.thresholds
-            runs = {name: as_run(remeasure(data, **chosen)) for name, data in self.spectra.items()}
-            return export_runs(runs, path, overwrite=overwrite)
-        return super()._write(path, ending, overwrite=overwrite)
+    def _shown_runs(self) -> Mapping[str, xr.DataTree]:
+        chosen: dict[str, Any] = self.thresholds
+        return {name: as_run(remeasure(data, **chosen)) for name, data in self.spectra.items()}
 
     def _make_controls(self) -> None:
         first = next(iter(self.spectra.values()))

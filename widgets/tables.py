@@ -1,20 +1,25 @@
-"""HTML tables in JupyterLab's colors: masses of models, selected modes."""
+"""HTML in JupyterLab's colors: tables of masses and modes, headlines, and pages with a figure."""
 
 from __future__ import annotations
 
 import html
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from workbench.formatting import fixed
 from workbench.koopman.measures import MASSES, summarize
+from workbench.plots.figure_files import save
 from workbench.schema.runs import SPECTRA
+from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     import xarray as xr
+
 
 #: From the center of the circle outwards; the order of the columns of the table and of the parts of its bars.
 _MASS_COLORS = {
@@ -114,3 +119,58 @@ def muted(sentence: str) -> str:
 
 
 assert set(_MASS_COLORS) == set(MASSES)
+
+
+_SIGNS: dict[str, str] = {
+    CriterionState.HEALTHY: "✔",
+    CriterionState.AT_RISK: "▲",
+    CriterionState.FAILING: "✖",
+    CriterionState.NOT_MEASURED: "○",
+}
+_LIGHT = "--healthy: #1660b0; --at-risk: #7a5c00; --failing: #b3400a; --not-measured: #5b6470;"
+_DARK = "--healthy: #7db4f0; --at-risk: #e3c04d; --failing: #f59a66; --not-measured: #a9b3c0;"
+HEADLINE_CSS = f"""
+.workbench-answer {{ {_LIGHT} --tone: var(--not-measured); box-sizing: border-box; min-height: 78px;
+  margin: 4px 2px 8px; padding: 2px 14px; border-left: 6px solid var(--tone); font-size: 14px; line-height: 1.5;
+  overflow-wrap: anywhere; color: var(--jp-content-font-color1, #222); white-space: normal; }}
+[data-jp-theme-light="false"] .workbench-answer {{ {_DARK} }}
+.workbench-answer.healthy {{ --tone: var(--healthy); }}
+.workbench-answer.at-risk {{ --tone: var(--at-risk); }}
+.workbench-answer.failing {{ --tone: var(--failing); }}
+.workbench-answer p {{ margin: 0; }}
+.workbench-answer .sentence {{ color: var(--tone); font-size: 1.3em; line-height: 1.4; font-weight: 600; }}
+"""
+#: The same style for a page that follows the theme of the operating system.
+PAGE_CSS = f"{HEADLINE_CSS} @media (prefers-color-scheme: dark) {{ .workbench-answer {{ {_DARK} }} }}"
+
+
+def headline(state: str, sentence: str, more: Sequence[str] = ()) -> str:
+    """Return HTML of a sentence in the color and with the sign of a state, and smaller sentences below."""
+    sentence, *more = (html.escape(line).replace(" %", "&nbsp;%") for line in (sentence, *more))
+    rest = "".join(f"<p>{line}</p>" for line in more)
+    return (
+        f'<div role="status" class="workbench-answer {state.replace(" ", "-")}"><p class="sentence">'
+        f'<span aria-hidden="true">{_SIGNS[state]}</span> {sentence}</p>{rest}</div>'
+    )
+
+
+_DARK_PAGE = (
+    "--jp-ui-font-color1: #e6e9ee; --jp-ui-font-color2: #a9b3c0; --jp-content-font-color1: #e6e9ee; color-scheme: dark"
+)
+_STYLE = f"""{PAGE_CSS}
+body {{ font-family: system-ui, sans-serif; }}
+h1 {{ margin: 0 2px 8px; font-size: 16px; font-weight: 500; color: var(--jp-ui-font-color1, #222); }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_DARK_PAGE}; }} body {{ background: #111111; }} }}
+"""
+_WITHOUT_FIGURE = '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"></head><body></body></html>'
+
+
+def figure_page(words: str, figure: Any, *, style: str = "") -> str:
+    """Return an HTML page with some HTML above a figure of `workbench.plots`, or above none."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figure.html"
+        text = _WITHOUT_FIGURE if figure is None else save(figure, path).read_text(encoding="utf-8")
+    # The search starts at the end, because the head contains a library.
+    before, _, body = text.rpartition("</head>")
+    main = f"<body><main>{words}</main>"
+    return f"{before}<style>{_STYLE}{style}</style></head>{body.replace('<body>', main, 1)}"

@@ -32,13 +32,9 @@ def text_picture(
     table: Sequence[Sequence[str]] | None = None,
     image: bytes | None = None,
 ) -> bytes:
-    """Draw a title, paragraphs, a table and an image from top to bottom; text is wrapped and never cut off.
+    """Draw a title, paragraphs, a table and a PNG from top to bottom; text is wrapped and never cut off.
 
-    Args:
-        title: Title, in bold.
-        paragraphs: Paragraphs.
-        table: Rows with equal numbers of cells; the first row is the header.
-        image: A PNG, scaled down if it is too wide.
+    The first row of the table is its header; an image that is too wide is scaled down.
     """
     paper = _Paper()
     paper.write(title, _TITLE)

@@ -21,17 +21,12 @@ from workbench.plots.timeline_figure import chosen_signals, healthy_runs, senten
 from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
 from workbench.studies.signals import Quantiles
-from workbench.widgets.base import WorkbenchWidget
-from workbench.widgets.export import ExportBar
-from workbench.widgets.files import KINDS, export_runs
-from workbench.widgets.timeline_parts.canvas import TimelineCanvas, ViewSettings
+from workbench.widgets.base import KINDS, WorkbenchWidget
+from workbench.widgets.timeline_parts.canvas import TimelineCanvas, ViewSettings, saved_page
 from workbench.widgets.timeline_parts.followed_run import FollowedRun
-from workbench.widgets.timeline_parts.saved_page import saved_page
-from workbench.widgets.timeline_parts.selection import PanelSelection
+from workbench.widgets.timeline_parts.packing import PanelSelection
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import xarray as xr
 
     Run = xr.DataTree | xr.Dataset | str | os.PathLike[str]
@@ -71,7 +66,6 @@ class Timeline(WorkbenchWidget):
     Attributes:
         runs: Runs by name, as `workbench.widgets.timeline_parts.followed_run.FollowedRun`.
         canvas: The figure.
-        export_bar: Controls for writing files.
 
     Raises:
         SchemaError: If there is no run, or no run has one of the signals.
@@ -126,9 +120,7 @@ class Timeline(WorkbenchWidget):
         self._settings = ViewSettings(chosen, list(self.runs))
         self.reduce = reduce
         self.canvas = TimelineCanvas(self.runs, self._settings, references, band, self._guarded(self._obey))
-        self.export_bar = ExportBar(self, self.kinds)
-        self.export_bar.suggest("exports/timeline")
-        self._fill([self.canvas, self.export_bar])
+        self._fill([self.canvas], suggested="exports/timeline")
         self._followed = [
             run
             for run in [*self.runs.values(), *(references if isinstance(references, list) else [])]
@@ -303,10 +295,8 @@ class Timeline(WorkbenchWidget):
         """Suffixes of files that cannot be written at present -> reason."""
         return {} if self.shown else {".nc": "No run is shown; show one first."}
 
-    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
-        if ending == ".nc":
-            return export_runs({name: self.runs[name].tree for name in self.shown}, path, overwrite=overwrite)
-        return super()._write(path, ending, overwrite=overwrite)
+    def _shown_runs(self) -> Mapping[str, xr.DataTree]:
+        return {name: self.runs[name].tree for name in self.shown}
 
     @property
     def _has_lines(self) -> bool:
@@ -340,9 +330,8 @@ class Timeline(WorkbenchWidget):
         return [run.run_events for run in self.runs.values()]
 
     def _refresh(self) -> None:
-        if hasattr(self, "export_bar"):
+        if hasattr(self, "canvas"):
             self.canvas.refresh()
-            self.export_bar.offer(self.refused_kinds)
             self._settle()
 
     def _no_run(self, name: str) -> SchemaError:

@@ -12,27 +12,28 @@ from workbench import course, plots
 from workbench.diagnosis.causes import CAUSES
 from workbench.errors import OptionError
 from workbench.formatting import listed, short
-from workbench.io.atomic import replacing
 from workbench.option_checks import NonNegativeInt
 from workbench.plots.figure_files import picture_of
 from workbench.schema.statuses import CriterionState
-from workbench.widgets.export import ExportBar
-from workbench.widgets.figure_page import figure_page
-from workbench.widgets.files import export_runs
-from workbench.widgets.headline import CSS, headline
+from workbench.widgets.figure import FigureStage
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
-from workbench.widgets.stage import FigureStage
-from workbench.widgets.tables import HEAD
+from workbench.widgets.tables import HEAD, HEADLINE_CSS, figure_page, headline
 from workbench.widgets.text_picture import text_picture
-from workbench.widgets.ward_parts.answer_table import AnswerTable
-from workbench.widgets.ward_parts.record_view import PATIENT, RecordView, losses_of, value_table, values_of
-from workbench.widgets.ward_parts.score_view import ScoreView, texts_of
-from workbench.widgets.workbench_parts.controls import CodeBox
+from workbench.widgets.ward_parts import (
+    PATIENT,
+    AnswerTable,
+    RecordView,
+    ScoreView,
+    losses_of,
+    texts_of,
+    value_table,
+    values_of,
+)
+from workbench.widgets.workbench_parts.room import CodeBox
 from workbench.widgets.worker import MeasuringWidget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     import pandas as pd
     import xarray as xr
@@ -97,7 +98,6 @@ class Ward(MeasuringWidget):
         answer: The table of causes and changes, with the marked ``causes`` and the chosen ``cure``.
         record: The figure of the chosen measurement.
         python: The lines of Python that do the same.
-        export_bar: Controls for writing files.
 
     Raises:
         OptionError: If there is no such case, level or theme.
@@ -283,15 +283,11 @@ class Ward(MeasuringWidget):
             self.record.close()
         super().close()
 
-    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
-        if ending == ".nc":
-            return export_runs({PATIENT: self.patient.record}, path, overwrite=overwrite)
-        if ending == ".png":
-            content = self.picture()
-            with replacing(path) as partial:
-                partial.write_bytes(content)
-            return path
-        return super()._write(path, ending, overwrite=overwrite)
+    def _shown_runs(self) -> Mapping[str, xr.DataTree]:
+        return {PATIENT: self.patient.record}
+
+    def _content(self, ending: str) -> bytes | None:
+        return self.picture() if ending == ".png" else super()._content(ending)
 
     def _make_parts(self) -> None:
         wide = {"description_width": "initial"}
@@ -324,7 +320,6 @@ class Ward(MeasuringWidget):
         self._replay_words, self._replay = ipywidgets.HTML(), FigureStage(self.theme)
         self._verdict, self.score = ipywidgets.HTML(), ScoreView()
         self.python = CodeBox()
-        self.export_bar = ExportBar(self, self.kinds)
         line = {"flex_flow": "row wrap", "align_items": "center", "grid_gap": "2px 12px"}
         choice = ipywidgets.HBox([self._level, self._seed, self._next], layout=line)
         left = ipywidgets.VBox(
@@ -334,14 +329,14 @@ class Ward(MeasuringWidget):
         examine = ipywidgets.HBox([left, right], layout=line | {"align_items": "flex-start", "grid_gap": "8px 24px"})
         decide = ipywidgets.HBox([self._try, self._finish, self._doing], layout=line)
         self._after = ipywidgets.HBox([self._next_below], layout=line | {"display": "none"})
-        look = ipywidgets.HTML(f"<style>{CSS}{_CSS}</style>", layout={"display": "none"})
+        look = ipywidgets.HTML(f"<style>{HEADLINE_CSS}{_CSS}</style>", layout={"display": "none"})
         self._fill([
             look, choice, self._complaint, self._budget,
             _heading("1. Examine the run"), examine,
             _heading("2. Mark the cause or causes, and the change that would have prevented the failure"),
             self.answer, decide, self._verdict, self.score, self._after, self._replay_words, self._replay,
-            self.python, self.export_bar,
-        ])  # fmt: skip
+            self.python,
+        ], suggested="")  # fmt: skip
         self.add_class("workbench-ward")
 
     def _opened(self, seed: int, level: int) -> OpenCase:
@@ -419,7 +414,6 @@ class Ward(MeasuringWidget):
         self._measure.layout.display = None if patient.score is None else "none"
         if name in case.measured:
             self.record.show(name, case.measured[name], patient.record)
-        self.export_bar.offer(self.refused_kinds)
         self._settle()
 
     def _note_answer(self) -> None:
@@ -468,7 +462,6 @@ class Ward(MeasuringWidget):
         )
         self.python.value = self._case.python
         self.export_bar.suggest(f"exports/case_{patient.level}_{patient.seed}")
-        self.export_bar.offer(self.refused_kinds)
         self._settle()
 
     def _read_board(self) -> pd.DataFrame:

@@ -16,27 +16,23 @@ from PIL import Image
 
 from workbench.errors import StoreError, WorkbenchError, require_listed
 from workbench.formatting import listed
-from workbench.io.atomic import replacing
 from workbench.plots.figure_files import small_png
 from workbench.widgets.base import known
-from workbench.widgets.export import ExportBar
 from workbench.widgets.live import cells
 from workbench.widgets.live_training import LiveTraining
 from workbench.widgets.tables import MUTED
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.workbench_parts.calls import LibraryCall, Results, count_uses, statements, unused
-from workbench.widgets.workbench_parts.files import search, source_of
-from workbench.widgets.workbench_parts.planning import ViewPlan, compute, made_widget, plan_of
 from workbench.widgets.workbench_parts.room import Room
-from workbench.widgets.workbench_parts.sources import FOLDER, Source, shipped
-from workbench.widgets.workbench_parts.views import VIEWS
+from workbench.widgets.workbench_parts.sources import FOLDER, Source, search, shipped, source_of
+from workbench.widgets.workbench_parts.views import VIEWS, ViewPlan, compute, made_widget, plan_of
 from workbench.widgets.worker import MeasuringWidget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from workbench.widgets.base import WorkbenchWidget
-    from workbench.widgets.workbench_parts.files import FoundSources
+    from workbench.widgets.workbench_parts.sources import FoundSources
     from workbench.widgets.workbench_parts.views import View
 
 
@@ -73,7 +69,6 @@ class Workbench(MeasuringWidget):
     Attributes:
         folder: The folder.
         views: The widgets of the visible views, by name of the view.
-        export_bar: Controls for writing files.
 
     Raises:
         StoreError: If there is no such folder.
@@ -115,9 +110,7 @@ class Workbench(MeasuringWidget):
         self._is_held = self._is_paused = False
         self._is_closed = threading.Event()
         self._room = Room(self._take_file, self._guarded, self._doing, self.folder)
-        self.export_bar = ExportBar(self, self.kinds)
-        self.export_bar.suggest("exports/workbench")
-        self._fill([self._room.box, self.export_bar])
+        self._fill([self._room.box], suggested="exports/workbench")
         self._catalogue.update(search(self.folder))
         self._fill_list()
         self._watch(self._room.sources, lambda _: self._choose())
@@ -233,7 +226,7 @@ class Workbench(MeasuringWidget):
         if hasattr(self, "_made"):
             self._is_closed.set()
             cells.forget(self)
-            self._worker.drop()
+            self._drop()
             for made in self._made.values():
                 made.widget.close()
             self._room.close()
@@ -249,13 +242,10 @@ class Workbench(MeasuringWidget):
             else:
                 made.widget.close()
 
-    def _write(self, path: Path, ending: str, *, overwrite: bool) -> Path:
-        if ending == ".html":
-            return super()._write(path, ending, overwrite=overwrite)
-        content = self.picture() if ending == ".png" else f"{self.code}\n".encode()
-        with replacing(path) as partial:
-            partial.write_bytes(content)
-        return path
+    def _content(self, ending: str) -> bytes | None:
+        if ending == ".py":
+            return f"{self.code}\n".encode()
+        return self.picture() if ending == ".png" else super()._content(ending)
 
     def _draw_picture(self) -> bytes:
         return self.picture()  # without the lock, so that the user need not wait for it
@@ -295,7 +285,7 @@ class Workbench(MeasuringWidget):
         self._plans = {name: plan_of(VIEWS[name], ticked, self._results, self.theme) for name in self.shown}
         missing = [name for name, plan in self._plans.items() if plan.waits or self._is_unmade(name, plan.call)]
         if not missing or not self._job <= set(missing):
-            self._worker.drop()
+            self._drop()
             self._job = set()
             self._end("")
         if missing and not self._job and not self._is_paused:
@@ -350,11 +340,9 @@ class Workbench(MeasuringWidget):
                 self._made[name, made.call] = self._made.pop((name, made.call), made)  # the last one
         self._visible = visible
         for made in visible.values():  # of several views, only the common menu is shown
-            if (bar := getattr(made.widget, "export_bar", None)) is not None:
-                bar.layout.display = "none" if len(visible) > 1 else None
+            made.widget.export_bar.layout.display = "none" if len(visible) > 1 else None
         self._room.arrange()
         self._drop_old()
-        self.export_bar.offer(self.refused_kinds)
         self._room.code.value = self.code
         self._settle()
 

@@ -24,95 +24,18 @@ class Dropped(Exception):  # noqa: N818  (not an error)
     """Ends a job whose result is no longer needed."""
 
 
-class BackgroundWorker:
-    """A background thread that runs one job at a time; a new job cancels the waiting one and drops the running one.
-
-    Args:
-        on_done: Called in the worker's thread with the number of the job, its result and its error, one of which is
-            None. It is not called for jobs that raised `Dropped`; check others with `is_latest`.
-    """
-
-    def __init__(self, on_done: Callable[[int, Any, Exception | None], None]) -> None:
-        self._on_done = on_done
-        self._number = 0
-        self._future: Future[None] | None = None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="MeasuringWidget")
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a job is running or waiting."""
-        return self._future is not None and not self._future.done()
-
-    def is_latest(self, number: int) -> bool:
-        """Return whether the job of this number is the newest one, and the worker is open."""
-        return number == self._number
-
-    def drop(self) -> None:
-        """Drop the current job: it ends at its next check, and its result is ignored."""
-        self._number += 1
-        if self._future is not None:
-            self._future.cancel()
-            self._future = None
-
-    def submit(self, job: Callable[[Callable[[], None]], Any]) -> None:
-        """Run a job once the current one has ended.
-
-        Args:
-            job: Receives a function to call regularly, which ends the job by an exception once it has been dropped.
-        """
-        self.drop()
-        self._future = self._pool.submit(self._work, self._number, job)
-
-    def wait(self, timeout: NonNegativeFloat | None = None) -> None:
-        """Wait until no job is running or waiting.
-
-        Raises:
-            TimeoutError: If this takes longer than ``timeout`` seconds.
-        """
-        end = None if timeout is None else time.monotonic() + timeout
-        while (future := self._future) is not None and not future.done():
-            try:
-                future.result(None if end is None else max(0.0, end - time.monotonic()))
-            except CancelledError:  # by a newer job
-                continue
-            except TimeoutError:
-                raise TimeoutError(f"The measurement did not end within {timeout:g} s.") from None
-
-    def close(self) -> None:
-        """Accept no more jobs and drop the current one, without waiting for it."""
-        self.drop()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _work(self, number: int, job: Callable[[Callable[[], None]], Any]) -> None:
-        def check() -> None:
-            if not self.is_latest(number):
-                raise Dropped
-
-        if not self.is_latest(number):
-            return
-        n_threads = torch.get_num_threads()
-        # This applies to this thread only. One core stays free for the page and the kernel, so that sliders respond.
-        torch.set_num_threads(max(1, n_threads - 1))
-        try:
-            found, error = job(check), None
-        except Dropped:
-            return
-        except Exception as failure:  # noqa: BLE001  (shown under the widget)
-            found, error = None, failure
-        finally:
-            torch.set_num_threads(n_threads)  # new threads inherit this value
-        self._on_done(number, found, error)
-
-
 class MeasuringWidget(WorkbenchWidget):
     """Base class of widgets that measure in the background: `_begin` starts a job, `_take` receives its result.
 
+    One job runs at a time, in a background thread; a new one cancels the waiting one and drops the running one.
     ``_doing`` shows the progress and a button that stops the job; subclasses put it on the page.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._worker = BackgroundWorker(self._hear)
+        self._job_number = 0
+        self._future: Future[None] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="MeasuringWidget")
         self._progress: MeasuringProgress | None = None
         self._stop = ipywidgets.Button(
             description="Stop", tooltip="Stop the measurement", layout={"width": "70px", "display": "none"}
@@ -122,19 +45,20 @@ class MeasuringWidget(WorkbenchWidget):
             [self._stop, self._status], layout={"flex": "1 1 420px", "align_items": "center", "grid_gap": "2px 12px"}
         )
         self._on_click(self._stop, lambda _: self.stop())
-        self._at_close(self._worker.close)
+        self._at_close(lambda: self._pool.shutdown(wait=False, cancel_futures=True))
+        self._at_close(self._drop)
 
     @property
     def is_measuring(self) -> bool:
         """Whether a measurement is running, so that the displayed result is out of date."""
-        return self._worker.is_busy
+        return self._future is not None and not self._future.done()
 
     def stop(self) -> None:
         """Stop the measurement at its next check; the displayed result stays."""
         with self.turn:
             if not self.is_measuring:
                 return
-            self._worker.drop()
+            self._drop()
             at = f" at {self._progress.current}" if self._progress is not None and self._progress.current else ""
             self._end(f"Stopped{at}; the partial result was discarded.")
             self._show_end()
@@ -148,7 +72,14 @@ class MeasuringWidget(WorkbenchWidget):
         Raises:
             TimeoutError: If the measurement takes longer.
         """
-        self._worker.wait(timeout)
+        end = None if timeout is None else time.monotonic() + timeout
+        while (future := self._future) is not None and not future.done():
+            try:
+                future.result(None if end is None else max(0.0, end - time.monotonic()))
+            except CancelledError:  # by a newer job
+                continue
+            except TimeoutError:
+                raise TimeoutError(f"The measurement did not end within {timeout:g} s.") from None
 
     async def finished(self) -> None:
         """Wait until the measurement has ended, while the page responds: ``await widget.finished()``."""
@@ -170,19 +101,56 @@ class MeasuringWidget(WorkbenchWidget):
             shares: Typical durations of the parts, as in `MeasuringProgress`.
         """
         with self.turn:
-            self._worker.drop()
+            self._drop()
             progress = self._progress = MeasuringProgress(title, lambda words: self._say(progress, words), shares)
             self._say(progress, progress.html())
             self._stop.layout.display = None
+            number = self._job_number
 
-            def run(check: Callable[[], None]) -> Any:
-                def tell(words: str) -> None:
-                    check()
-                    progress.tell(words)
+            def check() -> None:
+                if number != self._job_number:
+                    raise Dropped
 
-                return job(check, tell)
+            def tell(words: str) -> None:
+                check()
+                progress.tell(words)
 
-            self._worker.submit(run)
+            self._future = self._pool.submit(self._work, number, lambda: job(check, tell))
+
+    def _drop(self) -> None:
+        """Drop the current job: it ends at its next check, and its result is ignored."""
+        self._job_number += 1
+        if self._future is not None:
+            self._future.cancel()
+            self._future = None
+
+    def _work(self, number: int, job: Callable[[], Any]) -> None:
+        if number != self._job_number:
+            return
+        found: Any = None
+        failure: Exception | None = None
+        n_threads = torch.get_num_threads()
+        # This applies to this thread only. One core stays free for the page and the kernel, so that sliders respond.
+        torch.set_num_threads(max(1, n_threads - 1))
+        try:
+            found = job()
+        except Dropped:
+            return
+        except Exception as error:  # noqa: BLE001  (shown under the widget)
+            failure = error
+        finally:
+            torch.set_num_threads(n_threads)  # new threads inherit this value
+        with self.turn:
+            if number != self._job_number:  # a dropped job must not change the line for errors
+                return
+            with self._attempt():
+                self._end("")
+                try:
+                    if failure is not None:
+                        raise failure
+                    self._take(found)
+                finally:
+                    self._show_end()
 
     def _say(self, progress: MeasuringProgress, words: str) -> None:
         """Show the progress of a job unless it has been dropped."""
@@ -197,24 +165,11 @@ class MeasuringWidget(WorkbenchWidget):
         self._stop.layout.display = "none"
 
     def _take(self, found: Any) -> None:
-        """Show the result of a job; called in the worker's thread while the lock is held."""
+        """Show the result of a job; called in the background thread while the lock is held."""
         raise NotImplementedError
 
     def _show_end(self) -> None:
         """Update the display after a job has succeeded, failed, or been stopped."""
-
-    def _hear(self, number: int, found: Any, error: Exception | None) -> None:
-        with self.turn:
-            if not self._worker.is_latest(number):  # a dropped job must not change the line for errors
-                return
-            with self._attempt():
-                self._end("")
-                try:
-                    if error is not None:
-                        raise error
-                    self._take(found)
-                finally:
-                    self._show_end()
 
 
 #: Minimum seconds between two updates of the text within a part.
@@ -224,13 +179,9 @@ _STYLE = "line-height:1.5;white-space:normal;color:var(--jp-ui-font-color1,#222)
 
 
 class MeasuringProgress:
-    """Progress of a job that consists of parts.
+    """Progress of a job that consists of parts, told as HTML in the thread that calls `tell`.
 
-    Args:
-        title: Title of the job.
-        on_change: Called with the progress as HTML, in the thread that calls `tell`.
-        shares: Part -> typical duration in any unit, in the order of the parts. Without it, or in a part that it does
-            not contain, the remaining time is unknown.
+    ``shares`` has the typical duration of the parts, in order and any unit; without it the remaining time is unknown.
     """
 
     def __init__(self, title: str, on_change: Callable[[str], None], shares: Mapping[str, float] | None = None) -> None:

@@ -17,7 +17,7 @@ from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.plots.comparison_figures import axes_of, outline
 from workbench.plots.style import model_style, shortened
 from workbench.widgets import ArchitectureComparison
-from workbench.widgets.comparison.recorded_run import RecordedRun
+from workbench.widgets.comparison.scene import RecordedRun
 
 pytestmark = pytest.mark.render
 

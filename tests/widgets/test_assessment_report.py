@@ -327,7 +327,7 @@ def test_an_experiment_runs_and_its_outcome_is_in_the_tree_the_table_and_the_pag
 def test_an_experiment_ends_at_the_next_step_when_it_is_stopped(make, run_experiment):
     report = make(made_trees.diagnosis(), model="the model", task=TASK, replay={"n_steps": None})
     report.run_experiment(0)
-    future = report._worker._future
+    future = report._future
     while len(run_experiment.said) < 3:
         assert not future.done()
     report.stop()

@@ -13,14 +13,13 @@ from tests.waiting import wait_for
 from workbench.callbacks.actions import Action
 from workbench.callbacks.alarms import Alarm
 from workbench.errors import OptionError
+from workbench.plots.timeline_events import events_of
 from workbench.plots.timeline_panels import RunEvents
 from workbench.training.step_record import StepRecord
 from workbench.widgets import LiveTraining
-from workbench.widgets.live.alarm_list import AlarmList
-from workbench.widgets.live.fault_panel import FaultPanel
-from workbench.widgets.live.history import RunHistory
-from workbench.widgets.live.paired_runs import WITH_FAULTS, WITHOUT_FAULTS
-from workbench.widgets.live.step_news import StepNews
+from workbench.widgets.live.history import RunHistory, StepNews
+from workbench.widgets.live.panels import AlarmList, SwitchPanel
+from workbench.widgets.live.starts import WITH_FAULTS, WITHOUT_FAULTS
 
 pytestmark = [pytest.mark.render, pytest.mark.subprocess]
 
@@ -52,10 +51,6 @@ def make(tmp_path):
     yield live_training
     for live in made:
         live.close()
-
-
-def panel_of(live):
-    return next(child for child in live.children if isinstance(child, FaultPanel))
 
 
 def pause_after(live, step):
@@ -92,10 +87,10 @@ def test_with_every_fault_off_both_runs_are_bitwise_identical_and_kss_is_off(mak
 def test_a_click_switches_the_fault_from_the_next_step_on_in_one_run_alone(make):
     fault = wb.faults.large_rate(factor=3)
     live = make(fault, n_steps=400)
-    panel = panel_of(live)
+    panel = live._panel
     live.start()
     first = pause_after(live, 5)
-    panel._receive(panel, {"turn": {"large_rate": True}}, [])
+    panel._receive(panel, {"faults": {"large_rate": True}}, [])
     live.resume()
     second = pause_after(live, first + 4)
     live.faults[0].enabled = False
@@ -124,7 +119,7 @@ def test_a_schedule_that_acts_in_the_process_is_seen_on_the_page(make):
     live.start()
     pause_after(live, 6)
     assert fault.enabled
-    assert panel_of(live).state()[0]["faults"][0]["enabled"]
+    assert live._panel.state()[0]["faults"][0]["enabled"]
     assert live._pair.note == "large rate on"
     live.stop()
     live.wait(300)
@@ -134,7 +129,7 @@ def test_a_schedule_that_acts_in_the_process_is_seen_on_the_page(make):
 
 def test_the_panel_says_what_each_fault_does_and_follows_code_and_schedule():
     attention, rate = wb.faults.low_precision_attention(n_bits=8), wb.faults.large_rate(start=5, stop=7)
-    panel = FaultPanel([attention, rate], lambda callback: callback)
+    panel = SwitchPanel(wb.KSS(), [attention, rate], lambda callback: callback)
     sent = []
     panel.send = lambda content, buffers=None: sent.append(content["faults"])
     panel._receive(panel, {"painted": 0}, [])
@@ -209,18 +204,18 @@ def test_the_first_alarm_and_its_cause_stay_and_the_other_lines_are_the_newest()
         alarm = Alarm(step, "loss", -1, -1, 2.0, 1.0, True, f"loss {step}.")
         values = {"loss": 1.0, "auxiliary_loss": np.nan, "accuracy": 0.1, "grad_norm": 1.0, "learning_rate": 1e-3}
         record = StepRecord(step=step, outcomes={"guard": (alarm,)}, **values)
-        said.hear("a", StepNews.of(record, alarms, [Action("stop", step, "Stopped.")] if step == 8 else []))
+        said.hear("a", StepNews.of(record, alarms, [Action("stop", step, "Stopped.")] if step == 8 else []).events)
     assert [line["kind"] for line in said.lines] == ["action", *["alarm"] * 5]
     assert [line["number"] for line in said.lines] == [11, 10, 9, 8, 7, 6]
     assert [(line["step"], line["kind"]) for line in said.first] == [(0, "alarm"), (0, "attribution")]
     content = said.state()[0]
     assert (content["first"], content["lines"]) == (said.first, said.lines)
-    said.hear("b", StepNews.of(record, alarms))
+    said.hear("b", StepNews.of(record, alarms).events)
     assert [(line["run"], line["kind"]) for line in said.first[2:]] == [("b", "alarm"), ("b", "attribution")]
     assert len(said.state()[0]["lines"]) == 4  # a first alarm is not repeated
     said.clear()
     assert said.first == []
-    said.hear("a", StepNews.of(StepRecord(step=9, outcomes={"guard": (alarm,)}, **values), alarms))
+    said.hear("a", StepNews.of(StepRecord(step=9, outcomes={"guard": (alarm,)}, **values), alarms).events)
     assert [(line["number"], line["kind"]) for line in said.lines] == [(15, "attribution"), (14, "alarm")]
     said.close()
 
@@ -243,7 +238,7 @@ def test_a_restart_keeps_the_switches_where_the_hand_put_them_and_the_lines_of_t
     assert again.fault_spans() == [(8, 16)]
     said = AlarmList()
     for name, run in live.runs.items():
-        said.learn(name, run)
+        said.hear(name, events_of(run))
     recorded = [(line["step"], line["run"], line["kind"], line["text"]) for line in said.lines]
     told = [(line["step"], line["run"], line["kind"], line["text"]) for line in live.alarm_list.lines]
     assert sorted(recorded) == sorted(told)
@@ -282,7 +277,7 @@ def test_close_lets_go_of_faults_alarms_and_page(tmp_path):
             SMALL, TASK, faults=[fault], n_steps=10**6, folder=tmp_path, spectra_every=10**6,
             recorder=wb.Recorder(every=10), alarms=certain_alarms(),
         )  # fmt: skip
-        panel = panel_of(live)
+        panel = live._panel
         live.start()
         wait_for(lambda: live.canvas.histories[WITH_FAULTS].n_done > 1)
         live.close()

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextvars
+import os
+import pickle
 import threading
 import time
 
@@ -17,14 +19,13 @@ from tests.waiting import wait_for
 from workbench.callbacks.kss import Shaping
 from workbench.plots.style import BROKEN
 from workbench.training.step_record import StepRecord
-from workbench.widgets.live.branches import SavedStep, best_step, remarks_on
-from workbench.widgets.live.history import TRACES, LiveModes, RunHistory, pack
+from workbench.widgets.live.history import TRACES, LiveModes, RunHistory, StepNews
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.live_canvas import LiveCanvas
-from workbench.widgets.live.step_news import StepNews
-from workbench.widgets.live.switches import Switches
-from workbench.widgets.live.trainer import LiveTrainer
-from workbench.widgets.live_training import KSSPanel
+from workbench.widgets.live.live_runs import Switches
+from workbench.widgets.live.panels import SwitchPanel
+from workbench.widgets.live.starts import SavedStep, best_step, remarks_on
+from workbench.widgets.live.training_process import Worker
 
 
 class Number(LatestState):
@@ -110,12 +111,8 @@ def test_answers_to_earlier_states_do_not_let_another_leave_while_a_later_one_is
     number.answer(painted=2)
     assert len(number.sent) == 3
     number.answer(painted=3)
-    assert [content["number"] for content in number.sent] == [
-        1,
-        2,
-        3,
-        4,
-    ]  # the latest is sent again, because it was stale
+    # The latest is sent again, because it was stale.
+    assert [content["number"] for content in number.sent] == [1, 2, 3, 4]
 
 
 def test_what_is_sent_leaves_in_the_context_of_the_page():
@@ -161,7 +158,6 @@ def test_long_traces_keep_their_extremes_their_order_and_their_end():
     assert value.max() == loss.max()
     assert (np.diff(step) >= 0).all()
     assert (step[-1], value[-1]) == (4999, loss[-1])
-    assert history.latest("loss") == pytest.approx(loss[-1])
 
 
 def test_what_is_not_finite_is_left_out_of_a_trace():
@@ -202,7 +198,8 @@ def test_modes_are_those_of_the_spectra_and_packed_in_order():
         np.testing.assert_allclose(found[:, 0] + 1j * found[:, 1], known, rtol=1e-6)
     history = RunHistory(10)
     history.add(news_of(7, spectra=spectra))
-    (run,), buffers = pack({"a": history}, {"a": history.modes})
+    content, buffers = canvas_over({"a": history}).state()
+    (run,) = content["runs"]
     assert (run["modes_step"], run["n_layers"], len(buffers)) == (7, 3, 3 + 2 * len(TRACES))
     np.testing.assert_array_equal(np.frombuffer(buffers[0], np.float32).reshape(-1, 2), modes.points)
     mass = float(spectra["near_unit_mass"].mean())
@@ -226,7 +223,7 @@ def test_a_history_hears_the_first_alarm_its_cause_the_probes_and_the_evidence(t
         history.add(StepNews.of(record, alarms))
         if record.step == 5:
             assert history.account == "No alarm up to step 5."
-            assert not history.has_alarm
+            assert history.first_alarm is None
     assert history.account.startswith("First alarm: step 7, 1 step after the fault: arithmetic")
     assert "(probe). Likely cause: low precision attention (100 %)." in history.account
     # An alarm makes the probe check again at the next update.
@@ -234,9 +231,9 @@ def test_a_history_hears_the_first_alarm_its_cause_the_probes_and_the_evidence(t
     again = RunHistory.of(wb.open_run(store), 14)
     assert again.account == history.account
     assert (again.checked(is_sound=True), again.checked(is_sound=False)) == ([3], [7, 8, 11])
-    (run,), buffers = pack({"a": again}, {"a": again.modes})
+    (run,) = canvas_over({"a": again}).state()[0]["runs"]
     assert (run["account"], run["has_alarm"], run["is_watched"]) == (history.account, True, True)
-    assert (run["sound"], run["broken"], len(buffers)) == ([3], [7, 8, 11], 3 + 2 * len(TRACES))
+    assert (run["sound"], run["broken"]) == ([3], [7, 8, 11])
 
 
 def test_the_strongest_evidence_is_a_trace_and_its_signal_has_a_name():
@@ -370,8 +367,7 @@ def test_traces_are_left_out_while_they_hardly_change_and_never_at_the_end():
 
 def test_earlier_runs_are_drawn_in_the_color_of_the_run_of_their_name():
     old = RunHistory(9)
-    old.add(news_of(0, loss=7.0))
-    old._end_at(0)
+    old.add(news_of(0, loss=7.0, cause="loss"))
     canvas = canvas_over({"with KSS": RunHistory(9), "without KSS": RunHistory(9)})
     canvas.show(canvas.histories, {("without KSS", 2): old}, 9)
     content, buffers = canvas.state()
@@ -390,7 +386,7 @@ def test_a_restart_goes_back_to_before_the_divergence_and_says_which_checkpoint_
     sound, broken = RunHistory(99), RunHistory(99)
     assert best_step(saved, 2, {"a": sound, "b": sound}) == saved[0]
     assert remarks_on(saved, 2, {"a": sound, "b": sound}) == {}
-    broken._end_at(40)  # at 40 the next update is the one that diverged
+    broken.add(news_of(40, cause="loss"))  # at 40 the next update is the one that diverged
     assert best_step(saved, 2, {"a": broken, "b": sound}) == saved_at(30)
     assert remarks_on(saved, 2, {"a": broken}) == {saved_at(30): "last before the divergence at step 40"}
     alarm = wb.alarms.Alarm(25, "loss", -1, -1, 2.0, 1.0, is_outcome=True, message="It rose.")
@@ -400,13 +396,15 @@ def test_a_restart_goes_back_to_before_the_divergence_and_says_which_checkpoint_
         (saved_at(20), "last before the first alarm at step 25"),
     ]
     early = RunHistory(99)
-    early._end_at(5)
+    early.add(news_of(5, cause="loss"))
     assert best_step(saved, 2, {"a": early}) == saved[0]  # it has none before
     assert best_step([], 1, {}) is None
 
 
-def guarded(complaints):
-    def wrap(callback):
+def test_the_panel_applies_the_users_changes_shows_the_kernels_state_and_rejects_invalid_values():
+    kss, complaints = wb.KSS(strength=1.0, interval=2), []
+
+    def guarded(callback):
         def run(*args):
             try:
                 callback(*args)
@@ -415,46 +413,46 @@ def guarded(complaints):
 
         return run
 
-    return wrap
-
-
-def test_the_panel_applies_the_users_changes_shows_the_kernels_state_and_rejects_invalid_values():
-    kss, complaints = wb.KSS(strength=1.0, interval=2), []
-    panel = KSSPanel(kss, guarded(complaints))
-    sent = []
+    panel, sent = SwitchPanel(kss, [], guarded), []
     panel.send = lambda content, buffers=None: sent.append(content)
     panel._receive(panel, {"painted": 0}, [])
-    panel._receive(panel, {"set": {"enabled": False, "strength": 5}}, [])
+    panel._receive(panel, {"kss": {"enabled": False, "strength": 5}}, [])
     assert (kss.enabled, kss.strength) == (False, 5.0)
     kss.strength = 2  # by code, before the page has painted the change by the user
     panel._receive(panel, {"painted": 1}, [])
     panel._receive(panel, {"painted": 2}, [])
     assert kss.strength == 2.0
-    assert sent[-1] == {"enabled": False, "strength": 2.0, "interval": 2, "number": 2}
-    panel._receive(panel, {"set": {"interval": 0}}, [])
+    assert sent[-1] == {"kss": {"enabled": False, "strength": 2.0, "interval": 2}, "faults": [], "number": 2}
+    panel._receive(panel, {"kss": {"interval": 0}}, [])
     assert complaints == ["interval must be an integer of at least 1, got 0."]
-    assert sent[-1] == {"enabled": False, "strength": 2.0, "interval": 2, "number": 3}
+    assert sent[-1] == {"kss": {"enabled": False, "strength": 2.0, "interval": 2}, "faults": [], "number": 3}
     panel.close()
     kss.strength = 3
     assert len(sent) == 3
 
 
-class Turns:
-    """A trainer of counters in a thread, and its messages."""
+class Turns(Worker):
+    """A worker over counters in a thread, and its messages."""
 
     def __init__(self, **runs):
-        self.seen, self.ends, self.holds = [], [], []
-        self.trainer = LiveTrainer(
-            runs,
-            on_record=lambda name, record: self.seen.append((name, record)),
-            on_end=lambda name, error: self.ends.append((name, error and str(error))),
-            on_hold=self.holds.append,
-        )
-        self.thread = threading.Thread(target=self.trainer.work, daemon=True)
+        self.seen, self.told = [], []
+        self.place, end = os.pipe()
+        self.end = os.fdopen(end, "wb", buffering=0)
+        super().__init__(os.fdopen(self.place, "rb"), None)
+        self.thread = threading.Thread(target=self.take_turns, args=(runs, lambda *seen: self.seen.append(seen)))
         self.thread.start()
+
+    def _tell(self, *message):
+        if message != ("beat",):
+            self.told.append(message)
+
+    def command(self, what):
+        self.end.write(pickle.dumps((what,)))
 
     def join(self):
         self.thread.join(120)
+        self._is_over.set()
+        self.end.close()
         return not self.thread.is_alive()
 
 
@@ -474,27 +472,30 @@ def test_runs_take_turns_and_a_failing_one_leaves_the_other_alone():
     turns = Turns(a=counting(4), b=counting(9, fails_at=2))
     assert turns.join()
     assert turns.seen == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("a", 3)]
-    assert turns.ends == [("b", "No space."), ("a", None)]
+    assert turns.told == [("end", "b", "No space."), ("end", "a", None)]
 
 
-def test_a_paused_trainer_holds_says_so_and_a_stopped_one_closes_its_runs():
+@pytest.mark.parametrize("kernel_ends", [False, True])
+def test_a_paused_process_holds_says_so_and_a_stopped_one_closes_its_runs(kernel_ends):
     closings = []
     turns = Turns(a=counting(10**6, closings), b=counting(10**6, closings))
     wait_for(lambda: len(turns.seen) > 5)
-    turns.trainer.pause()
-    wait_for(lambda: turns.holds == [True])
+    turns.command("pause")
+    wait_for(lambda: turns.told == [("held", True)])
     n_seen = len(turns.seen)
     time.sleep(0.1)
     assert len(turns.seen) == n_seen
-    turns.trainer.resume()
+    turns.command("resume")
     wait_for(lambda: len(turns.seen) > n_seen + 5)
-    assert turns.holds == [True, False]
-    assert [name for name, _ in turns.seen] == ["a", "b"] * (len(turns.seen) // 2) + ["a"] * (len(turns.seen) % 2)
-    turns.trainer.pause()
-    turns.trainer.stop()  # also during a pause
+    assert [name for name, _ in turns.seen[:6]] == ["a", "b"] * 3
+    turns.command("pause")
+    if not kernel_ends:
+        turns.command("stop")  # also during a pause
+    else:
+        turns.end.close()
     assert turns.join()
     assert closings == [10**6, 10**6]
-    assert turns.ends == []
+    assert turns.told == [("held", True), ("held", False), ("held", True)]
 
 
 def test_switches_tell_what_changed_once_and_not_what_they_were_told():

@@ -25,8 +25,8 @@ from tests.waiting import wait_for
 from workbench.errors import OptionError, StoreError
 from workbench.widgets import LiveTraining
 from workbench.widgets.live import cells
-from workbench.widgets.live.paired_runs import WITH_KSS, WITHOUT_KSS
 from workbench.widgets.live.setup import ARCHITECTURE, NOTHING
+from workbench.widgets.live.starts import WITH_KSS, WITHOUT_KSS
 
 pytestmark = [pytest.mark.render, pytest.mark.subprocess]
 
@@ -115,7 +115,7 @@ def test_with_kss_off_both_runs_are_bitwise_identical_to_the_run_alone(make, tas
 def test_kss_switched_by_a_click_and_by_code_acts_from_the_next_step_on_and_stays(make):
     live = make(kss=wb.KSS(strength=1, interval=1, enabled=False), n_steps=400)
     first = start_and_pause(live, 2)
-    live._panel._receive(live._panel, {"set": {"enabled": True}}, [])
+    live._panel._receive(live._panel, {"kss": {"enabled": True}}, [])
     live.resume()
     second = pause_after(live, first + 2)
     live.kss.strength = 3
@@ -148,7 +148,7 @@ def test_what_the_process_changes_of_kss_is_seen_in_the_kernel(make):
     live.start()
     live.wait(120)
     assert live.kss.strength == 16
-    assert live._panel.state()[0]["strength"] == 16
+    assert live._panel.state()[0]["kss"]["strength"] == 16
 
 
 @pytest.mark.slow
@@ -274,10 +274,10 @@ def test_a_diverged_run_is_said_until_others_begin_and_a_restart_goes_back_to_be
     assert "The run with KSS diverged at step" in sentence
     assert live.runs[WITHOUT_KSS].attrs["state"] == "diverged"
     # Actions on a run that has ended do not clear its message.
-    live._panel._receive(live._panel, {"set": {"enabled": True}}, [])
-    live._panel._receive(live._panel, {"set": {"interval": 0}}, [])
+    live._panel._receive(live._panel, {"kss": {"enabled": True}}, [])
+    live._panel._receive(live._panel, {"kss": {"interval": 0}}, [])
     assert live.error == "interval must be an integer of at least 1, got 0."
-    live._panel._receive(live._panel, {"set": {"interval": 2}}, [])
+    live._panel._receive(live._panel, {"kss": {"interval": 2}}, [])
     assert live.error == sentence
     at = live.canvas.histories[WITH_KSS].diverged_at
     chosen = live._buttons.choice.value

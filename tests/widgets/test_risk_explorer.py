@@ -10,13 +10,13 @@ import torch
 from PIL import Image
 
 import workbench as wb
-import workbench.widgets.risk.measurement
+import workbench.widgets.risk.controls
 from tests.about import about, says
 from workbench.errors import OptionError, StoreError
 from workbench.sweeps import measure_case, replan
 from workbench.widgets import RiskExplorer
 from workbench.widgets.figure import Figure
-from workbench.widgets.risk.model_choice import title
+from workbench.widgets.risk.controls import title
 
 pytestmark = pytest.mark.render
 
@@ -50,7 +50,7 @@ def n_measured(monkeypatch):
         counted.append(options)
         return measure_case(*args, **options)
 
-    monkeypatch.setattr(workbench.widgets.risk.measurement, "measure_case", count)
+    monkeypatch.setattr(workbench.widgets.risk.controls, "measure_case", count)
     return counted
 
 

@@ -122,10 +122,10 @@ def test_a_page_of_a_long_run_has_fewer_points_and_every_spike(tmp_path):
 
 
 def test_details_of_large_models_are_kept_at_fewer_steps(monkeypatch, timeline):
-    monkeypatch.setattr("workbench.widgets.timeline_parts.saved_page._MOST_OF_DETAILS", 1)
+    monkeypatch.setattr("workbench.widgets.timeline_parts.canvas._MOST_OF_DETAILS", 1)
     assert sorted({moment["step"] for moment in Kept(timeline.page()).moments(is_alarm=False)}) == [0, 100, 200, 300]
-    monkeypatch.setattr("workbench.widgets.timeline_parts.saved_page._N_STEPS", 2)
-    monkeypatch.setattr("workbench.widgets.timeline_parts.saved_page._MOST_OF_DETAILS", 1e9)
+    monkeypatch.setattr("workbench.widgets.timeline_parts.canvas._N_STEPS", 2)
+    monkeypatch.setattr("workbench.widgets.timeline_parts.canvas._MOST_OF_DETAILS", 1e9)
     assert sorted({moment["step"] for moment in Kept(timeline.page()).moments(is_alarm=False)}) == [0, 300]
 
 

@@ -16,7 +16,7 @@ from workbench.course import cures
 from workbench.diagnosis import CAUSES
 from workbench.errors import OptionError, StoreError
 from workbench.widgets import Ward
-from workbench.widgets.ward_parts.score_view import table_html
+from workbench.widgets.ward_parts import table_html
 
 pytestmark = [pytest.mark.render, pytest.mark.medium]
 

@@ -19,8 +19,7 @@ from tests.widgets.recorded_runs import run_of
 from workbench.errors import CheckpointError, OptionError, StoreError
 from workbench.widgets import Workbench
 from workbench.widgets.workbench_parts.calls import LibraryCall, Missing, Named, Results
-from workbench.widgets.workbench_parts.files import quick_kind, search, source_of
-from workbench.widgets.workbench_parts.sources import Kind, shipped
+from workbench.widgets.workbench_parts.sources import Kind, quick_kind, search, shipped, source_of
 from workbench.widgets.workbench_parts.views import VIEWS, inputs_of
 
 pytestmark = pytest.mark.render
@@ -146,7 +145,7 @@ def test_hidden_and_deep_folders_are_skipped_and_a_partial_search_says_so(folder
     assert "a/b/c/d/e/one" not in names
     assert ".hidden/one" not in names
     assert not found.is_complete
-    monkeypatch.setattr("workbench.widgets.workbench_parts.files._MOST_FOUND", 2)
+    monkeypatch.setattr("workbench.widgets.workbench_parts.sources._MOST_FOUND", 2)
     assert len(search(folder).sources) == 2
 
 
@@ -176,7 +175,7 @@ def test_runs_that_are_being_written_are_marked(folder, make):
 def test_an_incomplete_search_loses_nothing(folder, make, monkeypatch):
     bench = make(ticked=["runs/wild"])
     before = bench.sources
-    monkeypatch.setattr("workbench.widgets.workbench_parts.files._MOST_FOUND", 2)
+    monkeypatch.setattr("workbench.widgets.workbench_parts.sources._MOST_FOUND", 2)
     bench._follow(looks=True)
     assert sorted(bench.sources) == sorted(before)
     assert bench.ticked == ["runs/wild"]

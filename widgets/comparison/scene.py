@@ -1,7 +1,8 @@
-"""The data that a view of ArchitectureComparison shows, and the interface of a view."""
+"""The data that a view of ArchitectureComparison shows: recorded runs at one step; and the interface of a view."""
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import ipywidgets
 import numpy as np
 
-from workbench.errors import OptionError
+from workbench.errors import OptionError, SchemaError
+from workbench.io.run_access import at_step, divergence_step, named_runs, spectra_of
+from workbench.io.store import open_run
 from workbench.plots.figure_files import picture_of
 from workbench.plots.figure_inputs import select_layers
+from workbench.plots.plane_view import depth_of
 from workbench.widgets.base import close_tree
-from workbench.widgets.figure import Figure
-from workbench.widgets.stage import Stage
+from workbench.widgets.figure import Figure, Stage
 from workbench.widgets.theme import enlarge_text
 
 if TYPE_CHECKING:
@@ -25,21 +28,14 @@ if TYPE_CHECKING:
     import xarray as xr
     from bokeh.models import ColumnDataSource, LayoutDOM
 
-    from workbench.widgets.comparison.recorded_run import RecordedRun
     from workbench.widgets.saved_page import SavedView
 
 
 @dataclass(frozen=True)
 class Scene:
-    """The data that a view shows.
+    """The data that a view shows: some runs at one step, in a range of layers (first and last).
 
-    Attributes:
-        runs: All runs by name.
-        shown: Names of the displayed runs, at least one.
-        step: The displayed step.
-        layers: First and last displayed layer.
-        published: Names of runs as in `workbench.compare`.
-        highlight: The highlighted layer; None if there is none.
+    ``published`` has the names of runs as in `workbench.compare`; ``highlight`` is a layer, None for none.
     """
 
     runs: Mapping[str, RecordedRun]
@@ -92,13 +88,9 @@ class Scene:
 
 
 class ComparisonView:
-    """Base class of the views: a box with controls and a figure.
+    """Base class of the views: a box with controls, whose changes require a redraw, and a figure.
 
-    Attributes:
-        box: The widget.
-        controls: Controls whose changes require a redraw.
-        choose_layer: Called with the layer of a point selected on the page, or with None.
-        refused_kinds: Suffixes of files that cannot be written of this view -> reason.
+    `choose_layer` is called with the layer of a point selected on the page, or with None.
     """
 
     tip = ""
@@ -190,3 +182,94 @@ def labeled(label: str, *controls: ipywidgets.Widget) -> ipywidgets.HBox:
     style = "width:64px;text-align:right;line-height:28px;color:var(--jp-ui-font-color1)"
     name = ipywidgets.HTML(f'<div style="{style}">{label}</div>', layout={"margin": "2px 4px 2px 2px"})
     return ipywidgets.HBox([name, *controls], layout={"align_items": "center", "flex_flow": "row wrap"})
+
+
+#: Runs up to this size are read into memory completely, larger ones step by step.
+_BYTES_IN_MEMORY = 256e6
+
+
+class RecordedRun:
+    """A run with access to its spectra by step.
+
+    ``diverged_at`` is the step of the first divergence, ``ended_at`` that at which it finished or was stopped (None if
+    neither or unknown), ``steps`` those of the spectra (int64, 0 for spectra without steps), ``extent`` the first and
+    last step of any data.
+    """
+
+    def __init__(self, name: str, data: xr.DataTree | xr.Dataset | str | os.PathLike[str]) -> None:
+        self.name = name
+        if isinstance(data, str | os.PathLike):
+            data = open_run(data)
+        self.tree = named_runs({name: data})[name]
+        self.spectra = spectra_of(self.tree)
+        at_step(self.spectra, "last", name=name)
+        if self.spectra.nbytes <= _BYTES_IN_MEMORY:
+            self.spectra.load()
+        self.steps = _steps(name, self.spectra)
+        self.n_layers = depth_of(self.spectra)
+        monitors = self.part("monitors")
+        steps = self.steps if monitors is None else np.concatenate([self.steps, monitors["step"].values])
+        self.extent = int(steps.min()), int(steps.max())
+        self._recent: dict[int, xr.Dataset] = {}
+        self.diverged_at = divergence_step(self.tree)
+        self.ended_at = _end(self.part("events"))
+
+    def at(self, step: int) -> xr.Dataset | None:
+        """Return the latest spectra recorded at or before a step; None if there are none."""
+        place = int(np.searchsorted(self.steps, step, side="right")) - 1
+        return None if place < 0 else self._recorded(place)
+
+    def near(self, step: int) -> xr.Dataset:
+        """Return the latest spectra recorded at or before a step, or the first ones if there are none."""
+        found = self.at(step)
+        return self._recorded(0) if found is None else found
+
+    def remark(self, step: int) -> str:
+        """Return a remark on the spectra shown at a step; empty if they were recorded at this step."""
+        if self.at(step) is None:
+            return f"recorded from step {self.steps[0]}"
+        if self.diverged_at is not None and step >= self.diverged_at:
+            return f"diverged at step {self.diverged_at}"
+        if self.ended_at is not None and step > self.ended_at:
+            return f"ended at step {self.ended_at}"
+        shown = int(self.steps[self.steps <= step][-1])
+        if shown == step:
+            return ""
+        return f"recorded to step {shown}" if shown == self.steps[-1] else f"step {shown}"
+
+    def title(self, step: int) -> str:
+        """Return the name, followed by the remark if there is one."""
+        remark = self.remark(step)
+        return f"{self.name} · {remark}" if remark else self.name
+
+    def part(self, name: str) -> xr.Dataset | None:
+        """Return a part such as the monitors or events; None if there is none."""
+        return self.tree[name].to_dataset() if name in self.tree.children else None
+
+    def _recorded(self, place: int) -> xr.Dataset:
+        if "step" not in self.spectra.dims:
+            return self.spectra
+        if place not in self._recent:
+            while len(self._recent) >= 4:
+                self._recent.pop(next(iter(self._recent)))
+            self._recent[place] = self.spectra.isel(step=place).load()
+        return self._recent[place]
+
+
+def _end(events: xr.Dataset | None) -> int | None:
+    if events is None:
+        return None
+    kinds = events["kind"].values.astype(str)
+    ends = np.flatnonzero(np.isin(kinds, ("finished", "stopped")) & ~(np.cumsum((kinds == "resumed")[::-1])[::-1] > 0))
+    return int(events["step"].values[ends[-1]]) if len(ends) else None
+
+
+def _steps(name: str, spectra: xr.Dataset) -> np.ndarray:
+    if "step" not in spectra.dims:
+        return np.zeros(1, np.int64)
+    steps = spectra["step"].values if "step" in spectra.coords else np.zeros(0)
+    if not len(steps) or (np.diff(steps) <= 0).any():
+        raise SchemaError(
+            f"Run '{name}' needs a coordinate 'step' with at least one step and strictly increasing values."
+        )
+    return steps.astype(np.int64)

@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
-class Replaceable(Protocol):
-    """A widget whose training another widget can end."""
-
-    def _retire(self, reason: str) -> None:
-        """End the training and show the reason."""
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Where a widget was created.
-
-    Attributes:
-        cell: Identifier of the notebook cell; None outside of a notebook.
-        execution: Identifier of the execution of the cell.
-        folder: Folder for the records.
-    """
+class _Origin(NamedTuple):
+    """Where a widget was created: its notebook cell (None in a script), the execution of the cell, and its folder."""
 
     cell: str | None
     execution: str | None
@@ -34,13 +21,15 @@ class _Origin:
 _created: list[tuple[weakref.ref[Any], _Origin]] = []
 
 
-def succeed(widget: Replaceable, folder: Path) -> None:
-    """End the training of widgets that a new one replaces.
+def succeed(widget: Any, folder: Path) -> None:
+    """End the training of widgets that a new one replaces, by their method ``_retire``, which shows the reason.
 
     A cell that is run again replaces its widgets of the previous execution; several widgets of one execution coexist.
     Two widgets never write into the same folder.
     """
-    origin = _Origin(*_present_cell(), folder.absolute())
+    request = _present_request()
+    cell, execution = request.get("metadata", {}).get("cellId"), request.get("header", {}).get("msg_id")
+    origin = _Origin(cell, execution, folder.absolute())
     _created[:] = [(reference, other) for reference, other in _created if reference() is not None]
     for reference, other in _created:
         old = reference()
@@ -53,7 +42,7 @@ def succeed(widget: Replaceable, folder: Path) -> None:
     _created.append((weakref.ref(widget), origin))
 
 
-def forget(widget: Replaceable) -> None:
+def forget(widget: Any) -> None:
     """Remove a closed widget from the list of widgets."""
     _created[:] = [(reference, origin) for reference, origin in _created if reference() not in (None, widget)]
 
@@ -61,12 +50,6 @@ def forget(widget: Replaceable) -> None:
 def page_thread() -> str | None:
     """Return the kernel thread that receives messages of the current page; None for the thread of the cells."""
     return _present_request().get("header", {}).get("subshell_id")
-
-
-def _present_cell() -> tuple[str | None, str | None]:
-    """Return the identifiers of the running cell and its execution from the notebook's front end; None in a script."""
-    request = _present_request()
-    return request.get("metadata", {}).get("cellId"), request.get("header", {}).get("msg_id")
 
 
 def _present_request() -> dict[str, Any]:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from workbench.callbacks.alarms import WATCHED
 from workbench.errors import SchemaError, StoreError
 from workbench.io.run_access import spectra_of
 from workbench.io.store import open_run
-from workbench.plots.timeline_events import TimelineEvent, account_of, divergence_of, events_of, fault_spans
+from workbench.plots.timeline_events import (
+    TimelineEvent,
+    account_of,
+    alarms_of,
+    divergence_of,
+    events_of,
+    fault_spans,
+)  # fmt: skip
 from workbench.plots.timeline_panels import FARTHEST, LOWEST
 from workbench.studies.signals import checks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
     from pathlib import Path
 
     import xarray as xr
 
+    from workbench.callbacks.actions import Action
+    from workbench.callbacks.alarms import Alarm, Alarms, Attribution
     from workbench.callbacks.alarms.probe_alarms import Check
-    from workbench.widgets.live.step_news import StepNews
+    from workbench.training.step_record import StepRecord
 
 #: Names of the traces in a run, from top to bottom.
 TRACES = ("loss", "grad_norm", "near_unit_mass", "spectral_radius", "evidence")
@@ -36,20 +46,75 @@ _N_PARTS = 300
 _N_MARKS = 400
 #: Number of spectra kept in memory until they are in the store; earlier ones are read from the store.
 _N_KEPT = 64
+_SIGNALS = [watched.name for watched in WATCHED]
+
+
+class StepNews(NamedTuple):
+    """What the training process sends to the kernel about one step of a run.
+
+    The events are those that the record will have, and ``evidence`` has the names of signals and their evidence.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    kss_enabled: bool = False
+    active_faults: tuple[str, ...] = ()
+    spectra: xr.Dataset | None = None
+    is_watched: bool = False
+    events: tuple[TimelineEvent, ...] = ()
+    checks: tuple[Check, ...] = ()
+    evidence: tuple[np.ndarray, np.ndarray] | None = None
+    actions: tuple[Action, ...] = ()
+
+    @classmethod
+    def of(cls, record: StepRecord, alarms: Alarms | None = None, actions: Sequence[Action] = ()) -> StepNews:
+        """Create the news from the record of a step, the alarms of the run, and the actions since the last step."""
+        events, step = [], record.step
+        known = () if alarms is None else (*_SIGNALS, *alarms.checks, "data", "limits", "logits")
+        raised: tuple[Alarm, ...] = record.alarms
+        for alarm in raised:
+            place = (at if at >= 0 else None for at in (alarm.layer, alarm.head))
+            if alarm.signal not in known:
+                events.append(TimelineEvent(alarm.step, "setting", alarm.signal))
+            events.append(TimelineEvent(alarm.step, "alarm", alarm.signal, alarm.score, alarm.message, *place))
+        found: Attribution | None = alarms.attribute() if alarms is not None and record.alarms else None
+        if found is not None:
+            events.append(TimelineEvent(step, "attribution", found.cause, found.score, found.message))
+        events += [TimelineEvent(action.step, "action", action.kind, message=action.message) for action in actions]
+        if record.cause:
+            events.append(TimelineEvent(step, "divergence", record.cause, message=_divergence(record)))
+        row = None if alarms is None else alarms.latest_evidence
+        is_new = row is not None and row.step == step
+        return cls(
+            step,
+            record.loss,
+            record.grad_norm,
+            record.kss_enabled,
+            tuple(record.active_faults),
+            record.spectra,
+            alarms is not None,
+            tuple(events),
+            () if alarms is None else tuple(check for check in alarms.checks.values() if check.step == step),
+            (row.coords["signal"], row.values["evidence"]) if row is not None and is_new else None,
+            tuple(actions),
+        )
+
+
+def _divergence(record: StepRecord) -> str:
+    if record.cause == "loss":
+        return f"its loss rose to {record.loss:.3g}"
+    if record.cause == "grad_norm":
+        return f"its gradient norm rose to {record.grad_norm:.3g}"
+    return "its loss or gradients are not finite"
 
 
 @dataclass(frozen=True)
 class LiveModes:
-    """The modes at one step.
+    """The modes at one step, the number of completed updates.
 
-    Attributes:
-        step: The step, the number of completed updates.
-        points: Real and imaginary parts, float32, shape (mode, 2).
-        layer: Layer of each mode, uint8; layers beyond 255 are stored as 255.
-        is_reliable: Whether each mode is reliable, uint8.
-        near_unit_mass: Mean over layers.
-        spectral_radius: Largest over layers.
-        near_unit: Bounds of the moduli of the near-unit band.
+    ``points`` has real and imaginary parts as float32, ``layer`` (255 at most) and ``is_reliable`` are uint8. The mass
+    is the mean over layers, the radius the largest; ``near_unit`` has the bounds of the near-unit band.
     """
 
     step: int
@@ -66,13 +131,16 @@ class LiveModes:
         eigenvalue = spectra["eigenvalue"].values[0]
         layer, mode = np.nonzero(np.isfinite(eigenvalue))
         chosen = eigenvalue[layer, mode]
+        mass, radius = (values[np.isfinite(values)] for values in (
+            spectra["near_unit_mass"].values[0], spectra["spectral_radius"].values[0]
+        ))  # fmt: skip
         return cls(
             step=int(spectra["step"].values[0]),
             points=np.stack([chosen.real, chosen.imag], -1).astype(np.float32),
             layer=np.minimum(layer, 255).astype(np.uint8),
             is_reliable=spectra["is_reliable"].values[0][layer, mode].astype(np.uint8),
-            near_unit_mass=_mean(spectra["near_unit_mass"].values[0]),
-            spectral_radius=_largest(spectra["spectral_radius"].values[0]),
+            near_unit_mass=float(mass.mean()) if len(mass) else math.nan,
+            spectral_radius=float(radius.max()) if len(radius) else math.nan,
             near_unit=(float(spectra.attrs["near_unit_lower"]), float(spectra.attrs["near_unit_upper"])),
         )
 
@@ -80,21 +148,9 @@ class LiveModes:
 class RunHistory:
     """The displayed data of one run; one thread adds to it, any thread may read it.
 
-    Args:
-        n_steps: Maximum number of steps of the run.
-        store: Store of the run, from which modes of earlier steps are read; None if only the latest are available.
-        n_kept: Number of spectra to keep in memory.
-
-    Attributes:
-        n_done: Completed steps.
-        n_layers: Layers of the model; 0 until there are spectra.
-        modes: The latest modes; None until there are any.
-        verdict: Outcome of the run, such as ``"diverged at step 42"``; empty while it is running.
-        is_broken: Whether it ended in a divergence or an error.
-        diverged_at: Step at which it diverged; None if it has not.
-        is_watched: Whether it has alarms.
-        events: Faults, alarms and attributions.
-        nearest: Signal with the strongest evidence in the latest row; empty if unknown.
+    It keeps the latest ``n_kept`` spectra and reads others from the store. ``verdict`` is the outcome, such as
+    "diverged at step 42" (empty while it is running), ``is_broken`` whether this is a divergence or an error,
+    ``is_watched`` whether there are alarms, and ``nearest`` the signal with the strongest evidence in the latest row.
     """
 
     def __init__(self, n_steps: int, store: Path | None = None, *, n_kept: int = _N_KEPT) -> None:
@@ -110,8 +166,7 @@ class RunHistory:
         self._active: frozenset[str] = frozenset()
         self._checks: list[Check] = []
         self._values = np.full((len(TRACES), n_steps), np.nan, np.float32)
-        self._has_kss, self._has_fault = np.zeros(n_steps, bool), np.zeros(n_steps, bool)
-        self._has_spectra = np.zeros(n_steps, bool)
+        self._has_kss, self._has_spectra = np.zeros(n_steps, bool), np.zeros(n_steps, bool)
 
     @classmethod
     def of(cls, run: xr.DataTree, n_steps: int, store: Path | None = None, *, n_kept: int = _N_KEPT) -> RunHistory:
@@ -126,14 +181,9 @@ class RunHistory:
         if "kss_enabled" in monitors:
             history._has_kss[step] = monitors["kss_enabled"].values.astype(bool)
         history.n_done = int(step[-1]) + 1 if len(step) else 0
-        history.events = [event for event in events_of(run) if event.step < history.n_done]
+        history._take_events([event for event in events_of(run) if event.step < history.n_done])
         history._checks = checks_of(run)
-        if (diverged := divergence_of(history.events)) is not None:
-            history._end_at(diverged.step)
-        spans = fault_spans(history.events)
-        history._active = frozenset(span.name for span in spans if span.stop is None)
-        for span in spans:
-            history._has_fault[span.start : history.n_done if span.stop is None else span.stop] = True
+        history._active = frozenset(span.name for span in fault_spans(history.events) if span.stop is None)
         if "evidence" in run.children:
             evidence = run["evidence"].to_dataset()["evidence"]
             history.is_watched = True
@@ -144,30 +194,26 @@ class RunHistory:
             history._values[2, spectra["step"]] = spectra["near_unit_mass"].mean("layer").values
             history._values[3, spectra["step"]] = spectra["spectral_radius"].max("layer").values
             history._has_spectra[spectra["step"]] = True
-            history._take(spectra.isel(step=[-1]).load())
+            history._take_spectra(spectra.isel(step=[-1]).load())
         return history
 
     def add(self, news: StepNews) -> None:
         """Add one step."""
         self._values[:2, news.step] = news.loss, news.grad_norm
         self._has_kss[news.step] = news.kss_enabled
-        self._has_fault[news.step] = bool(news.active_faults)
         if news.spectra is not None:
-            modes = self._take(news.spectra)
+            modes = self._take_spectra(news.spectra)
             self._values[2:4, news.step] = modes.near_unit_mass, modes.spectral_radius
             self._has_spectra[news.step] = True
-        if news.is_watched:
-            self.is_watched = True
-            on = frozenset(news.active_faults)
-            self.events += [TimelineEvent(news.step, "fault", name) for name in sorted(on ^ self._active)]
-            self._active = on
-        self.events += news.events
+        self.is_watched |= news.is_watched
+        on = frozenset(news.active_faults)
+        toggled = [TimelineEvent(news.step, "fault", name) for name in sorted(on ^ self._active)]
+        self._active = on
+        self._take_events([*toggled, *news.events])
         self._checks += news.checks
         if news.evidence is not None:
             names, values = news.evidence
             self._take_evidence(news.step, values, names)
-        if news.cause and self.diverged_at is None:
-            self._end_at(news.step)
         self.n_done = news.step + 1
 
     @property
@@ -178,11 +224,7 @@ class RunHistory:
     def spectra_at(self, step: int | None = None) -> xr.Dataset | None:
         """Return the spectra of the latest recorded step up to a step, with a ``step`` dimension of size 1.
 
-        Args:
-            step: The step; None for the latest recorded one.
-
-        Returns:
-            The spectra; None if there are none, or if they could not be written.
+        None if there are none, or if they could not be written.
         """
         recorded = self.recorded_steps
         last = len(recorded) if step is None else int(np.searchsorted(recorded, step, side="right"))
@@ -213,19 +255,18 @@ class RunHistory:
     @property
     def first_alarm(self) -> int | None:
         """Step of the first alarm; None if there was none."""
-        return next((event.step for event in list(self.events) if event.kind == "alarm"), None)
+        return next((event.step for event in alarms_of(list(self.events))), None)
 
     def as_run(self) -> xr.DataTree:
         """Return the traces as monitors of a run with the names in ``TRACES``, for figures of `workbench.plots`."""
         import xarray as xr
 
-        step = np.arange(self.n_done)
-        names = [name for name in TRACES if name != "evidence"]
         monitors = {
-            name: ("step", self._values[TRACES.index(name), : self.n_done].astype(float), _TITLES.get(name, {}))
-            for name in names
+            name: ("step", self._values[row, : self.n_done].astype(float), _TITLES.get(name, {}))
+            for row, name in enumerate(TRACES)
+            if name != "evidence"
         }
-        parts = {"/monitors": xr.Dataset(monitors, {"step": step})}
+        parts = {"/monitors": xr.Dataset(monitors, {"step": np.arange(self.n_done)})}
         if self.diverged_at is not None:
             end = {"step": self.diverged_at, "kind": "divergence", "source": "", "score": math.nan, "message": ""}
             parts["/events"] = xr.Dataset({name: ("event", np.array([value])) for name, value in end.items()})
@@ -236,16 +277,11 @@ class RunHistory:
         """A sentence on the first alarm and its likely cause, or that there was none; empty without `Alarms`."""
         return account_of(list(self.events), last_step=max(self.n_done - 1, 0), is_watched=self.is_watched)
 
-    @property
-    def has_alarm(self) -> bool:
-        """Whether there was an alarm."""
-        return any(event.kind == "alarm" for event in list(self.events))
-
     def checked(self, *, is_sound: bool) -> list[int]:
         """Return the steps at which probes found no fault (or a fault), thinned out evenly if there are many."""
         steps = {check.step for check in list(self._checks) if check.is_sound is is_sound}
         if not is_sound:  # every batch is checked; only alarms are recorded
-            steps |= {event.step for event in list(self.events) if event.kind == "alarm" and event.source == "data"}
+            steps |= {event.step for event in alarms_of(list(self.events)) if event.source == "data"}
         return sorted(steps)[:: -(-len(steps) // _N_MARKS) or 1]
 
     def trace(self, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -260,11 +296,10 @@ class RunHistory:
 
     def fault_spans(self) -> list[tuple[int, int]]:
         """Return (first step, step after the last) of each stretch with any fault on."""
-        return _spans(self._has_fault[: self.n_done])
-
-    def latest(self, name: str) -> float:
-        """Return the last value of a trace; NaN if it is not finite or missing."""
-        return float(self._values[TRACES.index(name), self.n_done - 1]) if self.n_done else math.nan
+        has_fault = np.zeros(self.n_done, bool)
+        for span in fault_spans(list(self.events)):
+            has_fault[span.start : span.stop] = True
+        return _spans(has_fault)
 
     def _take_evidence(self, step: int, values: np.ndarray, names: np.ndarray) -> None:
         if np.isnan(values).all() or step >= self._values.shape[1]:
@@ -273,7 +308,7 @@ class RunHistory:
         self.nearest = str(names[strongest])
         self._values[TRACES.index("evidence"), step] = np.clip(values[strongest], LOWEST, FARTHEST)
 
-    def _take(self, spectra: xr.Dataset) -> LiveModes:
+    def _take_spectra(self, spectra: xr.Dataset) -> LiveModes:
         self.n_layers = spectra.sizes["layer"]
         modes = LiveModes.of(spectra)
         kept = {**self._kept, modes.step: spectra}  # a new dict, because a page may be reading the old one
@@ -281,47 +316,10 @@ class RunHistory:
         self.modes = modes
         return modes
 
-    def _end_at(self, step: int) -> None:
-        self.diverged_at, self.verdict, self.is_broken = step, f"diverged at step {step}", True
-
-
-def pack(
-    histories: Mapping[str, RunHistory], modes: Mapping[str, LiveModes | None], *, has_traces: bool = True
-) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return the histories for the page: a JSON description and binary buffers of each run."""
-    runs, buffers = [], []
-    for name, history in histories.items():
-        n_done, shown = history.n_done, modes[name]
-        runs.append(
-            {
-                "name": name,
-                "n_done": n_done,
-                "n_layers": history.n_layers,
-                "verdict": history.verdict,
-                "is_broken": history.is_broken,
-                "kss_spans": history.kss_spans(),
-                "fault_spans": history.fault_spans(),
-                "is_watched": history.is_watched,
-                "account": history.account,
-                "has_alarm": history.has_alarm,
-                "nearest": history.nearest,
-                "sound": history.checked(is_sound=True),
-                "broken": history.checked(is_sound=False),
-                "modes_step": None if shown is None else shown.step,
-                "near_unit_mass": None if shown is None else _plain(shown.near_unit_mass),
-                "spectral_radius": None if shown is None else _plain(shown.spectral_radius),
-                "near_unit": None if shown is None else shown.near_unit,
-            }
-        )
-        arrays = [] if shown is None else [shown.points, shown.layer, shown.is_reliable]
-        buffers += [array.tobytes() for array in arrays] or [b"", b"", b""]
-        buffers += pack_traces(history) if has_traces else []
-    return runs, buffers
-
-
-def pack_traces(history: RunHistory) -> list[bytes]:
-    """Return steps and values of each trace as float32 buffers."""
-    return [array.tobytes() for trace in TRACES for array in history.trace(trace)]
+    def _take_events(self, events: list[TimelineEvent]) -> None:
+        self.events += events
+        if self.diverged_at is None and (diverged := divergence_of(events)) is not None:
+            self.diverged_at, self.verdict, self.is_broken = diverged.step, f"diverged at step {diverged.step}", True
 
 
 def _spans(is_on: np.ndarray) -> list[tuple[int, int]]:
@@ -340,18 +338,3 @@ def _thinned(step: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarra
     # The newest value is always drawn.
     ends = np.append(np.repeat(step[starts], 2), step[-1]), np.append(np.stack([low, high], -1).ravel(), value[-1])
     return ends[0].astype(np.float32), ends[1].astype(np.float32)
-
-
-def _plain(value: float) -> float | None:
-    """Return a number for JSON; None if it is not finite."""
-    return value if math.isfinite(value) else None
-
-
-def _mean(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if len(known) else math.nan
-
-
-def _largest(values: np.ndarray) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.max()) if len(known) else math.nan

@@ -10,6 +10,8 @@ from typing import Any
 
 import anywidget
 
+from workbench.plots import plane_view
+
 #: Seconds without an answer after which the next state is sent anyway, because a busy kernel cannot read answers.
 _BLIND_EVERY = 1.0
 #: Seconds without an answer after which the page is only asked whether it is still open.
@@ -20,8 +22,12 @@ _LONGEST_PATIENCE = 60.0
 
 
 def script(*names: str) -> str:
-    """Return scripts or styles of this folder as one text."""
-    return "\n".join(Path(__file__).with_name(name).read_text() for name in names)
+    """Return scripts or styles of this folder as one text; the script of planes has the constants of `plane_view`."""
+    numbers = {name: getattr(plane_view, name) for name in ("KNEE", "PER_DECADE", "FARTHEST", "NEAR")}
+    numbers["MANY"] = plane_view.DENSE
+    constants = "".join(f"const {name} = {value};\n" for name, value in numbers.items())
+    texts = (Path(__file__).with_name(name).read_text() for name in names)
+    return (constants if "plane.js" in names else "") + "\n".join(texts)
 
 
 class LatestState(anywidget.AnyWidget):
@@ -31,13 +37,8 @@ class LatestState(anywidget.AnyWidget):
     Nothing is sent before a page requests it. A page that was closed or reloaded, and a second view, request it again.
 
     JupyterLab delivers messages of the page in a separate kernel thread, and continues to do so if answers are sent in
-    the same context (`context`), so pages are answered while a cell runs. Other front ends do not: a state is then sent
-    every second without an answer, for ten minutes.
-
-    Attributes:
-        n_sent: Number of states sent.
-        n_painted: Number of states that a page has confirmed as painted.
-        context: Context of the latest message of a page; messages sent in it are answered in the same thread.
+    the context of its latest message (`context`), so pages are answered while a cell runs. Other front ends do not: a
+    state is then sent every second without an answer, for ten minutes.
     """
 
     def __init__(self, **kwargs: Any) -> None:

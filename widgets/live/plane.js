@@ -1,8 +1,7 @@
-// The complex plane with the modes of one run.
-const KNEE = 1.25, PER_DECADE = 0.3; // beyond |lambda| = KNEE, a decade has the length PER_DECADE
+// The complex plane with the modes of one run. `script` adds the constants of `workbench.plots.plane_view`: beyond |lambda| =
+// KNEE, a decade has the length PER_DECADE; NEAR is half the side of the square around 1; MANY modes are drawn as a density.
 const drawnRadius = (r) => (r <= KNEE ? r : KNEE + PER_DECADE * Math.log10(r / KNEE));
 const SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹";
-const FARTHEST = 9;
 const powerOfTen = (k) => (k <= 2 ? String(10 ** k) : "10" + SUPERSCRIPTS[k]);
 
 // Text on canvases has the size of the page's text; the default is that of a notebook.
@@ -82,9 +81,6 @@ function dot(color, isFilled, size) {
   return dots.get(key);
 }
 
-// Half the side of the square around 1, which has a linear scale.
-const NEAR = 0.3;
-
 function viewOf(width, height, decades, isNear) {
   const half = Math.min(width, height) / 2;
   if (isNear) return { scale: half / NEAR, x0: width / 2 - half / NEAR, y0: height / 2, radius: (r) => r };
@@ -141,8 +137,8 @@ function paintPlane(context, theme, width, height, decades, isNear, nearUnit) {
   writtenOn(context, theme, "Re λ", width - 3, y0 - 6);
 }
 
-// From MANY modes on, their density is drawn, because overlapping marks could not be distinguished.
-const MANY = 5000, CELL = 3;
+// Of many modes the density is drawn, because overlapping marks could not be distinguished.
+const CELL = 3;
 
 function drawDensity(context, run, modes, place, width, height) {
   const wide = Math.ceil(width / CELL), high = Math.ceil(height / CELL), last = run.depth_colors.length - 1;

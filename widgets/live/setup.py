@@ -13,6 +13,7 @@ from workbench import tasks, zoo
 from workbench.errors import OptionError, require_listed
 from workbench.option_checks import NonNegativeInt, PositiveFloat, PositiveInt, checked
 from workbench.tasks.user_data import OneShotTask
+from workbench.widgets.risk.controls import fitted, offer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,26 +39,9 @@ NOTHING, ARCHITECTURE = "nothing", "another architecture"
 
 
 class Setup:
-    """Controls for a start, and the models and the task that they describe.
+    """Controls for a start, and the models and the task that they describe; the arguments are those of `LiveTraining`.
 
-    Args:
-        architecture: A configuration of the zoo, which the controls can change; or a model, which is copied for each
-            run and never changed. None for a small transformer without normalization.
-        task: Name of one of the choices, a task, or any data that `wb.train` accepts. None for associative recall.
-        versus: Another architecture to train; None if there is none, although one can be chosen on the page.
-        learning_rate: Peak learning rate.
-        seed: Seed of the initial parameters, of the data of a task chosen by name, and of training.
-        n_steps: Updates per run.
-        spectra_every: Steps between two spectra.
-        compare: Whether to train a second run.
-        control: Name of the control.
-
-    Attributes:
-        first: Controls of the architecture.
-        second: Controls of the other architecture.
-        compare: The second run: the name of the control, ``NOTHING`` or ``ARCHITECTURE``.
-        controls: All controls.
-        box: The widget.
+    ``compare`` is the control for the second run: the name of the control run, ``NOTHING`` or ``ARCHITECTURE``.
     """
 
     @checked
@@ -119,11 +103,9 @@ class Setup:
         if self.first.is_vision is not None:
             if self.first.is_vision != (self.task.value in _IMAGE_TASKS):
                 self.task.value = "digits" if self.first.is_vision else next(iter(_TASKS))
-            families = tuple(family for family in zoo.FAMILIES if (family == "vit") == self.first.is_vision)
-            if self.second.model is None and self.second.family.options != families:
-                family = self.second.family.value
-                self.second.family.options = families
-                self.second.family.value = family if family in families else families[0]
+            if self.second.model is None:
+                is_vision = self.first.is_vision
+                offer(self.second.family, tuple(one for one in zoo.FAMILIES if (one == "vit") == is_vision))
                 self.second.adapt()
         self.second.box.layout.display = "" if self.has_second else "none"
 
@@ -235,26 +217,17 @@ class ArchitectureControls:
 
     def adapt(self) -> None:
         """Offer the norms of the family."""
-        norms = ("rms_norm",) if self.family.value == "mamba" else zoo.NORMS
-        if self.norm.options != norms:
-            norm = self.norm.value
-            self.norm.options = norms
-            self.norm.value = norm if norm in norms else norms[0]
+        offer(self.norm, ("rms_norm",) if self.family.value == "mamba" else zoo.NORMS)
 
     def build(self, task: Task, seed: int) -> nn.Module:
         """Return a new model for a task, with the same initial parameters on each call."""
         if self.model is not None:
             return copy.deepcopy(self.model)
-        kind: Any = task  # tasks of images and of tokens have different fields
         options = {"seed": seed, "d_model": self.d_model.value, "n_layers": self.n_layers.value}
         options["norm"] = self.norm.value
-        if self.family.value == "vit":
-            options |= {"image_size": kind.image_size, "n_channels": 1, "n_classes": kind.n_classes, "patch_size": 2}
-        elif hasattr(task, "vocab_size"):
-            options |= {"vocab_size": kind.vocab_size, "max_length": kind.length}
-        if self.family.value == self._config.family:
-            return zoo.build(replace(self._config, **options))
-        return zoo.build(zoo.ArchitectureConfig(family=self.family.value, **options))
+        is_same = self.family.value == self._config.family
+        config = self._config if is_same else zoo.ArchitectureConfig(family=self.family.value)
+        return zoo.build(fitted(replace(config, **options), task))
 
 
 def names_of(first: ArchitectureControls, second: ArchitectureControls) -> tuple[str, str]:

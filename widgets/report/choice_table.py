@@ -15,15 +15,10 @@ if TYPE_CHECKING:
 
 
 class ChoiceTable(anywidget.AnyWidget):
-    """A table in which a click on a row, or Enter on its name, chooses it.
+    """A table in which a click on a row, or Enter on its name, chooses it; ``value`` is its id, empty for none.
 
-    Attributes:
-        label: Accessible name of the table.
-        empty: Text shown if there are no rows.
-        columns: Column heads; the first column contains the names of the rows.
-        rows: Dicts of ``id`` and ``cells``. A cell is a dict of ``text``, ``state`` (may be empty) and ``is_number``,
-            which aligns it to the right.
-        value: The id of the chosen row; empty if there is none.
+    The first column contains the names of the rows. A row is a dict of ``id`` and ``cells``, a cell one of ``text``,
+    ``state`` (may be empty) and ``is_number``, which aligns it to the right.
     """
 
     _esm = Path(__file__).with_name("choice_table.js")

@@ -29,10 +29,8 @@ _FRAME = "picture {number} of the report"
 class ReportPage(anywidget.AnyWidget):
     """The HTML page of `workbench.reports` inside a notebook, in JupyterLab's theme.
 
-    The notebook file does not contain it: the page requests text and figures from the kernel when it is displayed.
-
-    Attributes:
-        marked: Anchor of the marked row; empty if there is none. Set it to scroll to a row and mark it.
+    The notebook file does not contain it: the page requests text and figures from the kernel when it is displayed. It
+    scrolls to the row whose anchor is ``marked``.
     """
 
     _esm = Path(__file__).with_name("page.js")

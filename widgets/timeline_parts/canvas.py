@@ -1,8 +1,12 @@
-"""The figure of the timeline: the kernel holds the data and sends the page the points that are visible."""
+"""The figure of the timeline: the kernel holds the data and sends the page visible points, or saves all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import base64
+import html
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -10,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.formatting import capitalized, counted, percent_range
+from workbench.formatting import capitalized, counted, listed, percent_range
 from workbench.plots.style import BROKEN
 from workbench.plots.timeline_events import signal_of
 from workbench.plots.timeline_figure import own_band
@@ -19,11 +23,12 @@ from workbench.studies import signals as sig
 from workbench.studies.signals import SignalBand, decimate, healthy_band
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.latest_state import script as live_script
-from workbench.widgets.timeline_parts.packing import DASHES, Buffers, described, marked, selected
+from workbench.widgets.timeline_parts.packing import DASHES, Buffers, PanelSelection, described, marked, selected
 
 if TYPE_CHECKING:
     from workbench.widgets.timeline_parts.followed_run import FollowedRun, SignalLine
-    from workbench.widgets.timeline_parts.selection import PanelSelection
+    from workbench.widgets.timeline_parts.packing import PanelSelection
+
 
 #: Maximum number of alarms in the list next to the figure.
 N_LISTED = 60
@@ -35,14 +40,8 @@ _MARGIN = 0.25
 class ViewSettings:
     """The settings of the view; any thread may set a field.
 
-    Attributes:
-        signals: Signals from top to bottom.
-        shown: Names of the displayed runs.
-        reduce: ``"min"``, ``"max"`` or ``"mean"``; None for the worst value.
-        view: First and last step; None for all steps, including future ones.
-        width: Width of a panel in pixels.
-        seen: Signals whose panels are on the screen; lines of others are not sent. None for all.
-        selection: Details shown next to the panels; None if there are none.
+    ``reduce`` is None for the worst value, ``view`` for all steps, including future ones, and ``seen`` (the signals
+    whose panels are on the screen; lines of others are not sent) for all. The width of a panel is in pixels.
     """
 
     signals: list[str]
@@ -56,15 +55,7 @@ class ViewSettings:
 
 @dataclass(frozen=True)
 class CanvasPart:
-    """The part of the record that is sent.
-
-    Attributes:
-        runs: Runs.
-        signals: Names of signals.
-        steps: First and last step.
-        n_points: Sufficient number of points per line.
-        seen: Names of the panels whose lines are sent; None for all.
-    """
+    """The part of the record that is sent, with enough points per line; ``seen`` is as in `ViewSettings`."""
 
     runs: Sequence[FollowedRun]
     signals: Sequence[str]
@@ -84,12 +75,8 @@ def _files(*names: str) -> str:
 class TimelineCanvas(LatestState):
     """Draws runs on a shared step axis with HTML canvases, in the colors of JupyterLab's theme.
 
-    Args:
-        runs: Runs by name.
-        settings: Settings of the view.
-        healthy: Healthy runs, a number of steps, or None, as in `workbench.plots.timeline`.
-        quantiles: Quantiles of the healthy band.
-        ask: Called with a request of the user on the page, such as ``{"view": [0, 10]}``.
+    ``healthy`` and ``quantiles`` are those of `workbench.plots.timeline`; ``ask`` is called with a request of the page,
+    such as ``{"view": [0, 10]}``.
     """
 
     _esm = live_script("latest_state.js", "plane.js", "traces.js", "hover.js") + _files(
@@ -306,3 +293,104 @@ class TimelineCanvas(LatestState):
         """Refresh as in `LatestState`, but only once at the end of a request of the page."""
         if not self._is_held:
             super().refresh()
+
+
+#: Maximum number of buckets of a line, each of which keeps its lowest and highest value.
+_N_BUCKETS = 1400
+#: Maximum bytes of all lines, which limits the points per line, and of all details, which limits the steps.
+_MOST_OF_LINES, _MOST_OF_DETAILS = 6_000_000, 4_000_000
+#: Maximum number of steps with details, in addition to first alarms.
+_N_STEPS = 24
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+{css}
+</style>
+</head>
+<body>
+<main class="workbench-{theme}">
+<h1>{title}</h1>
+<p>{summary}</p>
+<div id="timeline"></div>
+<noscript>This page needs JavaScript to draw its figure.</noscript>
+</main>
+<script type="text/plain" id="record">{record}</script>
+<script type="module">
+{script}
+</script>
+</body>
+</html>
+"""
+
+
+def saved_page(canvas: TimelineCanvas, mapped: str, *, summary: str, theme: str) -> str:
+    """Return the page as HTML."""
+    here = Path(__file__)
+    script = str(canvas._esm) + "\n" + here.with_name("saved_page.js").read_text()
+    return _PAGE.format(
+        title=html.escape(
+            f"Timeline of {listed(list(canvas.runs)) if len(canvas.runs) < 3 else counted(len(canvas.runs), 'run')}"
+        ),
+        summary=html.escape(summary),
+        theme=theme,
+        css=here.with_name("saved_page.css").read_text() + str(canvas._css),
+        record=packed(*record_of(canvas, mapped)),
+        script=script.replace("</", "<\\/"),
+    )
+
+
+def record_of(canvas: TimelineCanvas, mapped: str) -> tuple[dict[str, Any], list[bytes]]:
+    """Return all data that the page may request: signals of all runs, and details of first alarms and some steps."""
+    runs = list(canvas.runs.values())
+    names = list(dict.fromkeys(name for run in runs for name in run.entries))
+    n_lines = sum(len(run.entries) for run in runs)
+    n_buckets = int(np.clip(_MOST_OF_LINES / (2 * 8 * max(n_lines, 1)), 100, _N_BUCKETS))
+    content, buffers = canvas.content(CanvasPart(runs, names, canvas.extent, n_buckets))
+
+    def packed_at(step: int, signal: str, **of_alarm: Any) -> dict[str, Any]:
+        return selected(PanelSelection.of(runs, step, signal, **of_alarm), runs, buffers) or {}
+
+    alarms = sorted(((run, event) for run in runs for event in run.run_events.onsets), key=lambda pair: pair[1].step)
+    has_layers = {name for run in runs for name, entry in run.entries.items() if entry.places}
+    alarmed = {(run.name, event.source): signal_of(event, names) or "" for run, event in alarms}
+    shown = [mapped, *canvas.settings.signals, *alarmed.values()]
+    mappable = list(dict.fromkeys(name for name in shown if name in has_layers)) or [""]
+
+    moments = []
+    for run, event in alarms[:N_LISTED]:
+        signal = alarmed[run.name, event.source]
+        moments.append(
+            packed_at(event.step, signal if signal in has_layers else mappable[0], run=run.name, event=event)
+        )
+    steps = np.unique(np.concatenate([np.zeros(0, int), *(run.recorded_steps for run in runs)]))
+    if len(steps):
+        before = sum(map(len, buffers.done))
+        moments += [packed_at(int(steps[-1]), signal) for signal in mappable]
+        taken = sum(map(len, buffers.done)) - before
+        room = int(np.clip(_MOST_OF_DETAILS / max(taken, 1), 4, _N_STEPS))
+        moments += [packed_at(step, signal) for step in _spread(steps[:-1], room - 1) for signal in mappable]
+    select, chosen = None, canvas.settings.selection
+    if chosen is not None:
+        signal = chosen.signal if chosen.event is None else chosen.event.source
+        select = {"step": chosen.step, "signal": signal, "run": chosen.run or None}
+        if chosen.event is None:
+            moments.append(packed_at(chosen.step, chosen.signal))
+    return content | {"moments": moments, "mappable": mappable, "select": select}, buffers.done
+
+
+def packed(content: Mapping[str, Any], buffers: list[bytes]) -> str:
+    """Return JSON and arrays compressed as one text, which `saved_page.js` unpacks."""
+    head = json.dumps({**content, "sizes": list(map(len, buffers))}, allow_nan=False).encode()
+    content_bytes = b"".join([len(head).to_bytes(4, "little"), head, *buffers])
+    return base64.b64encode(zlib.compress(content_bytes, 9)).decode()
+
+
+def _spread(steps: np.ndarray, n: int) -> list[int]:
+    """Return at most n evenly spaced elements of increasing steps."""
+    kept = np.unique(np.linspace(0, len(steps) - 1, min(n, len(steps))).round().astype(int))
+    return [int(step) for step in steps[kept]]

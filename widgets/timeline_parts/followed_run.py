@@ -30,15 +30,10 @@ _PATIENCE = 3
 
 @dataclass(frozen=True)
 class SignalLine:
-    """The recorded values of one signal of a run.
+    """The recorded finite values of one signal of a run, float64, and their steps, shape (row,).
 
-    Attributes:
-        step: Steps with a finite value, shape (row,).
-        value: Finite values, float64, shape (row,).
-        title: Title of the signal with its reduction and unit.
-        variable: Name of the variable, without its term.
-        remark: Note on values that are not drawn; empty if there are none.
-        n_rows: Number of rows read, including those that are not finite.
+    The title has reduction and unit, the variable no term; the remark is on values that are not drawn, and ``n_rows``
+    counts all rows read.
     """
 
     step: np.ndarray

@@ -1,8 +1,9 @@
-"""The state of the timeline as it is sent to the page: JSON and binary arrays."""
+"""The state of the timeline as it is sent to the page, and the details of a selected step."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,9 +16,92 @@ from workbench.studies import signals as sig
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import xarray as xr
+
+    from workbench.plots.timeline_events import TimelineEvent
     from workbench.plots.timeline_panels import RunEvents
+    from workbench.widgets.live.history import LiveModes
     from workbench.widgets.timeline_parts.followed_run import FollowedRun
-    from workbench.widgets.timeline_parts.selection import PanelSelection
+
+
+@dataclass(frozen=True)
+class Detail:
+    """The details of one run at a step: a signal by layer and head, shape (row, column), and the nearest modes.
+
+    There are labels of rows and columns (one empty label if there are only rows), the layer of each row (None for rows
+    outside of all layers, such as an embedding), and the layer numbers of the modes.
+    """
+
+    run: str
+    heat: np.ndarray | None
+    rows: list[str]
+    columns: list[str]
+    row_layers: list[int | None]
+    step: int
+    modes: LiveModes | None
+    mode_layers: list[int]
+
+
+@dataclass(frozen=True)
+class PanelSelection:
+    """A step that was selected, directly or by an event of a run, with the details of each run.
+
+    The signal is empty if none has layers; ``dims`` names the rows and columns of the heat maps.
+    """
+
+    step: int
+    signal: str
+    run: str = ""
+    event: TimelineEvent | None = None
+    dims: tuple[str, str] = ("", "")
+    details: list[Detail] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        runs: Sequence[FollowedRun],
+        step: int,
+        signal: str,
+        *,
+        run: str = "",
+        event: TimelineEvent | None = None,
+    ) -> PanelSelection:
+        """Read the details of each run at its recorded step nearest to a step."""
+        details, dims = [], ("", "")
+        for each in runs:
+            detail, found = _detail(each, step, signal)
+            details.append(detail)
+            dims = found or dims
+        return cls(step, signal, run, event, dims, details)
+
+
+def _detail(run: FollowedRun, step: int, signal: str) -> tuple[Detail, tuple[str, str] | None]:
+    """Return the details of a run at a step, and the names of the rows and columns of its heat map."""
+    heat = run.heat(signal, step) if signal else None
+    modes, layers = run.modes(step) or (None, [])
+    if heat is None:
+        return Detail(run.name, None, [], [], [], step, modes, layers), None
+    values = np.asarray(heat.values, float)
+    rows, columns = heat.dims[0], heat.dims[1] if heat.ndim > 1 else ""
+    labels = _labels(heat, rows), _labels(heat, columns) if columns else [""], _layers(heat, rows)
+    detail = Detail(run.name, values.reshape(len(values), -1), *labels, int(heat["step"]), modes, layers)
+    return detail, (str(rows), str(columns))
+
+
+def _labels(heat: xr.DataArray, dim: Any) -> list[str]:
+    names = f"{dim}_name"
+    if dim == "module" and names in heat.coords:
+        return [str(name) for name in heat[names].values]
+    labels = heat[dim].values if dim in heat.coords else range(heat.sizes[dim])
+    return [str(label) for label in labels]
+
+
+def _layers(heat: xr.DataArray, dim: Any) -> list[int | None]:
+    """Return the layer of each row; None for modules outside of all layers, which are recorded as -1."""
+    if "layer" not in heat.coords or heat["layer"].dims != (dim,):
+        return list(range(heat.sizes[dim])) if dim == "layer" else [None] * heat.sizes[dim]
+    return [int(layer) if layer >= 0 else None for layer in heat["layer"].values]
+
 
 #: Name of a dash style of `model_style` -> dash lengths.
 DASHES = {"solid": [], "dashed": [6, 3], "dotted": [2, 3], "dashdot": [7, 3, 2, 3]}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+
 #: Prefix of functions in the code -> module.
 _MODULES = {"wb": "workbench", "xr": "xarray"}
 #: Functions that report their progress.

@@ -1,15 +1,20 @@
-"""Views of the workbench: the sources of each, the call that makes its widget, and the state of its controls."""
+"""Views of the workbench: the sources of each, the call that makes its widget, its controls, and what it waits for."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from workbench.errors import CheckpointError
+from workbench.errors import CheckpointError, WorkbenchError
 from workbench.models.subject import Subject
-from workbench.widgets.risk.model_choice import longest_of, vocabulary_of
-from workbench.widgets.workbench_parts.calls import Derived, LibraryCall, Named, as_code
+from workbench.plots.figure_files import for_backend, save
+from workbench.widgets.base import WorkbenchWidget
+from workbench.widgets.figure import FigureStage
+from workbench.widgets.risk.controls import longest_of, vocabulary_of
+from workbench.widgets.workbench_parts.calls import Derived, LibraryCall, Missing, Named, Results, as_code
 from workbench.widgets.workbench_parts.sources import Kind, Source, is_of_zoo, subject_or_model
 
 #: Returns the result of a call; raises `Missing` if it has not been computed.
@@ -24,18 +29,10 @@ _LONGEST = 64
 
 
 class View:
-    """A view: one of the widgets, created from sources.
+    """A view: one of the widgets, created from at most ``most`` sources of some kinds, the last ones ticked.
 
-    Attributes:
-        name: Name on its button.
-        tip: Tooltip of its button.
-        widget: Name of the widget.
-        variable: Name of its variable in the code.
-        kinds: Kinds of the sources that it may show.
-        most: Maximum number of sources, of which the last ones ticked are shown; None for no limit.
-        wanted: What to tick.
-        stays: Whether a busy widget stays visible when other sources are ticked.
-        controls: Attributes of the widget that are part of the code once they have changed.
+    ``wanted`` says what to tick, and ``controls`` are the attributes of the widget that become code once they have
+    changed. A busy widget whose view ``stays`` remains visible when other sources are ticked.
     """
 
     name: str
@@ -45,6 +42,7 @@ class View:
     kinds: frozenset[Kind]
     most: int | None = None
     wanted: str
+    named: str = ""
     stays: bool = False
     controls: tuple[str, ...] = ()
 
@@ -59,7 +57,7 @@ class View:
 
     def call(self, entries: dict[str, Any], ticked: Sequence[Source]) -> LibraryCall:
         """Return the call that makes the widget, given at least one entry by name of the source."""
-        raise NotImplementedError
+        return LibraryCall(self.widget, (Named(tuple(entries.items()), self.named),), variable=self.variable)
 
     def state(self, widget: Any) -> dict[str, Any]:
         """Return the values of the controls."""
@@ -79,7 +77,7 @@ class Spectra(View):
     """Eigenvalues of models and of the last spectra of runs."""
 
     name, tip = "spectra", "Eigenvalues of checkpoints, designs and runs, in linked panels"
-    widget, variable = "SpectrumExplorer", "explorer"
+    widget, variable, named = "SpectrumExplorer", "explorer", "spectra"
     kinds = _MODELS | {Kind.RUN}
     wanted = "Tick a checkpoint, a design, or a run with spectra; several are shown side by side."
     controls = (
@@ -94,16 +92,12 @@ class Spectra(View):
         run = _run_with_spectra(source, known)
         return run and Derived(run, '["spectra"].to_dataset().isel(step=-1, missing_dims="ignore")', _last_spectra)
 
-    def call(self, entries: dict[str, Any], ticked: Sequence[Source]) -> LibraryCall:
-        """Return the call of the widget."""
-        return LibraryCall(self.widget, (Named(tuple(entries.items()), "spectra"),), variable=self.variable)
-
 
 class Compare(View):
     """Runs and models side by side, at one step of training."""
 
     name, tip = "compare", "Runs and checkpoints at one step: eigenvalues, layers, losses, table, radar"
-    widget, variable = "ArchitectureComparison", "comparison"
+    widget, variable, named = "ArchitectureComparison", "comparison", "compared"
     kinds = _MODELS | {Kind.RUN}
     wanted = "Tick at least one run with spectra, checkpoint or design; two or more are compared."
     controls = ("view", "models", "step", "layers", "highlight", "measures")
@@ -111,10 +105,6 @@ class Compare(View):
     def entry(self, source: Source, known: Known) -> Any:
         """Return a run, or the spectra of a model."""
         return profile_of(source, known) if source.kind in _MODELS else _run_with_spectra(source, known)
-
-    def call(self, entries: dict[str, Any], ticked: Sequence[Source]) -> LibraryCall:
-        """Return the call of the widget."""
-        return LibraryCall(self.widget, (Named(tuple(entries.items()), "compared"),), variable=self.variable)
 
 
 class Live(View):
@@ -159,7 +149,7 @@ class TimelineView(View):
     """Signals of runs over steps."""
 
     name, tip = "timeline", "Signals and alarms of runs over steps, also while they train"
-    widget, variable = "Timeline", "timeline"
+    widget, variable, named = "Timeline", "timeline", "runs"
     kinds = frozenset({Kind.RUN, Kind.LOG})
     wanted = "Tick a run or a log; a run that is still being written is followed."
     controls = ("signals", "shown", "reduce", "view")
@@ -170,10 +160,6 @@ class TimelineView(View):
         if is_store and isinstance(source.value, LibraryCall):
             return source.value.args[0]
         return source.value
-
-    def call(self, entries: dict[str, Any], ticked: Sequence[Source]) -> LibraryCall:
-        """Return the call of the widget."""
-        return LibraryCall(self.widget, (Named(tuple(entries.items()), "runs"),), variable=self.variable)
 
 
 class RateAndRisk(View):
@@ -299,3 +285,87 @@ def _run_with_spectra(source: Source, known: Known) -> LibraryCall | Derived | N
 
 def _last_spectra(run: Any) -> Any:
     return run["spectra"].to_dataset().isel(step=-1, missing_dims="ignore")
+
+
+class ViewPlan(NamedTuple):
+    """What a view will show: the call that makes its widget (None if nothing fits or results are missing), a remark."""
+
+    call: LibraryCall | None
+    remark: str
+    waits: bool
+
+
+def plan_of(view: View, ticked: Sequence[Source], results: Results, theme: str) -> ViewPlan:
+    """Return what a view shows of the ticked sources."""
+    entries: dict[str, Any] = {}
+    remarks, waits = [], False
+    for source in view.chosen(ticked):
+        try:
+            entry = view.entry(source, results.known)
+            if entry is None:
+                remarks.append(f"{source.name} is left out, because it does not fit this view.")
+            elif not results.has(entry):
+                waits = True
+            else:
+                results.known(entry)
+                entries[source.name] = entry
+        except Missing:
+            waits = True
+        except WorkbenchError as error:
+            remarks.append(str(error))
+        except Exception as error:  # noqa: BLE001  (a bug, or a damaged file: the other sources are shown)
+            remarks.append(f"{source.name} is left out ({type(error).__name__}: {error}).")
+    if waits:
+        return ViewPlan(None, "", True)
+    if not entries:
+        return ViewPlan(None, " ".join([*remarks, view.wanted]), False)
+    call = view.call(entries, ticked)
+    if theme != "page":
+        call = LibraryCall(call.function, call.args, (*call.options, ("theme", theme)), variable=call.variable)
+    return ViewPlan(call, " ".join(remarks), False)
+
+
+def compute(view: View, ticked: Sequence[Source], results: Results, tell: Callable[[str], None]) -> None:
+    """Compute what a view needs of the ticked sources; failures are kept in the results."""
+    for source in view.chosen(ticked):
+        while True:
+            try:
+                entry = view.entry(source, results.known)
+            except Missing as missing:
+                results.compute(missing.node, tell)
+                continue
+            except Exception:  # noqa: BLE001  (shown in the view, see `plan_of`)
+                break
+            if entry is not None:
+                results.compute(entry, tell)
+            break
+
+
+def made_widget(call: LibraryCall, results: Results) -> Any:
+    """Return a new widget from the call of a plan, whose parts have been computed."""
+    for part in call.parts:
+        results.compute(part, lambda words: None)
+    if call.function == "show":
+        figure, *theme = (results.known(part) for part in call.parts)
+        return FigureView(figure, **({"theme": theme[0]} if theme else {}))
+    return call.run([results.known(part) for part in call.parts], lambda words: None)
+
+
+class FigureView(WorkbenchWidget):
+    """A figure, as `workbench.widgets.show` displays it."""
+
+    def __init__(self, figure: Any, *, theme: str = "page") -> None:
+        super().__init__(theme=theme)
+        self._figure = figure
+        stage = FigureStage(theme)
+        stage.draw(figure)
+        self._fill([stage])
+
+    def figure(self, backend: str = "bokeh") -> Any:
+        """Return the figure."""
+        return for_backend(self._figure, backend)
+
+    def page(self) -> str:
+        """Return the figure as a page that needs no kernel."""
+        with tempfile.TemporaryDirectory() as folder:
+            return save(self.figure(), Path(folder) / "page.html").read_text(encoding="utf-8")

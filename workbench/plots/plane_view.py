@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import xarray as xr
     from numpy.typing import ArrayLike
 
-#: Moduli up to KNEE are true to scale; beyond, a factor of ten has length PER_DECADE. plane.js has the same values.
+#: Moduli up to KNEE are true to scale; beyond, a factor of ten has length PER_DECADE. Live views get these constants.
 KNEE, PER_DECADE = 1.25, 0.3
 #: Moduli beyond ten to this power are drawn at this power.
 FARTHEST = 9

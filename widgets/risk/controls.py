@@ -1,10 +1,10 @@
-"""Controls of what is trained: a model of the zoo, a checkpoint or a module, and its task."""
+"""Controls of RiskExplorer for model, task and plan, and the measurements of what they describe."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ipywidgets
 from torch import nn
@@ -12,12 +12,21 @@ from torch import nn
 from workbench import tasks, zoo
 from workbench.errors import OptionError, require_listed
 from workbench.models.checkpoint import open_checkpoint
+from workbench.models.losses import token_loss
 from workbench.models.subject import Subject
+from workbench.rates.find_rate import FoundRates, find_rate
+from workbench.sweeps import measure_case, replan
+from workbench.training.training_plan import SCHEDULES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Sequence
 
+    import xarray as xr
+    from torch import Tensor
+
+    from workbench.risk.edge_model import EdgeModel
     from workbench.tasks import Task
+
 
 #: Vocabulary size of the recorded runs.
 _VOCABULARY = 64
@@ -74,7 +83,7 @@ class Choice:
         """Return the model, its task, and its name in tables."""
         if isinstance(self.source, zoo.ArchitectureConfig):
             task = self._named_task(_VOCABULARY) if isinstance(self.task, str) else self.task
-            return zoo.build(_fitted(self.source, task)), task, self.name
+            return zoo.build(fitted(self.source, task)), task, self.name
         subject = self.source if isinstance(self.source, Subject) else open_checkpoint(self.source)
         task = self._fitting_task(subject) if isinstance(self.task, str) else self.task
         return subject, task, subject.name
@@ -106,14 +115,7 @@ class Choice:
 
 
 class ModelChoice:
-    """Controls for model and task.
-
-    Args:
-        model: A configuration of the zoo, which the controls can change; a path or hub name of a checkpoint; an opened
-            checkpoint; or any module. None for a small Pre-LN transformer.
-        task: Name of one of the choices, a task, or any data that ``wb.train`` accepts. None for associative recall, or
-            for random tokens if the model is not from the zoo.
-    """
+    """Controls for model and task; the arguments are those of `RiskExplorer`."""
 
     def __init__(self, model: Any, task: Any) -> None:
         if model is not None and not isinstance(
@@ -136,8 +138,7 @@ class ModelChoice:
             self.source.value = GIVEN
         self.adapt()
         if isinstance(task, str):
-            offered = [name for name, _ in self.task.options]
-            require_listed("task", [task], offered, remedy="choose a task that fits the model")
+            require_listed("task", [task], self.task.options, remedy="choose a task that fits the model")
             self.task.value = task
 
     @property
@@ -152,10 +153,10 @@ class ModelChoice:
             control.layout.display = None if is_zoo else "none"
         self.path.layout.display = None if self.source.value == CHECKPOINT else "none"
         norms = ("RMSNorm",) if family == "mamba" else tuple(_NORMS)
-        _offer(self.norm, [(name, _NORMS[name]) for name in norms])
+        offer(self.norm, [(name, _NORMS[name]) for name in norms])
         starts = zoo.INITIALIZATIONS if self.norm.value == "none" else ("normal", "xavier")
-        _offer(self.initialization, _plain(("normal",) if family == "mamba" else starts))
-        _offer(self.task, _plain(((_DIGITS,) if family == "vit" else _TASKS) if is_zoo else _OWN_TASKS))
+        offer(self.initialization, ("normal",) if family == "mamba" else starts)
+        offer(self.task, ((_DIGITS,) if family == "vit" else tuple(_TASKS)) if is_zoo else _OWN_TASKS)
         self.length.disabled = self.task.value == _DIGITS
 
     def choice(self) -> Choice:
@@ -181,9 +182,8 @@ class ModelChoice:
         }  # fmt: skip
         if family != "mamba":
             options["initialization"] = self.initialization.value
-        if family == self._config.family:
-            return replace(self._config, **options)
-        return zoo.ArchitectureConfig(family=family, **options)
+        config = self._config if family == self._config.family else zoo.ArchitectureConfig(family=family)
+        return replace(config, **options)
 
     def _make_controls(self, path: str) -> None:
         config, label = self._config, {"description_width": "initial"}
@@ -213,7 +213,7 @@ class ModelChoice:
         self.family = choose(tuple(_FAMILIES.items()), config.family, "family", 215)
         self.norm = choose(tuple(_NORMS.items()), config.norm, "norm", 190)
         start = config.initialization or "normal"
-        self.initialization = choose(_plain(zoo.INITIALIZATIONS), start, "init", 125)
+        self.initialization = choose(zoo.INITIALIZATIONS, start, "init", 125)
         self.init_std = ipywidgets.BoundedFloatText(
             config.init_std, min=1e-4, max=10.0, step=0.01, description="init scale", style=label,
             layout={"width": "140px"}, tooltip="Standard deviation of the initial parameters",
@@ -221,7 +221,7 @@ class ModelChoice:
         self.d_model = integer(config.d_model or 64, "width", 1, 1024, 115)
         self.n_layers = integer(config.n_layers or 4, "layers", 1, 64, 105)
         self.seed = integer(config.seed or 0, "seed", 0, 2**31, 100, "Seed of parameters, data and training")
-        self.task = choose(_plain(_TASKS), next(iter(_TASKS)), "task", 215)
+        self.task = choose(tuple(_TASKS), next(iter(_TASKS)), "task", 215)
         self.length = integer(16, "length", 1, 4096, 112, "Tokens per example")
         self.batch_size = integer(16, "batch", 1, 4096, 110, "Examples per batch")
         self.of_zoo = [self.family, self.norm, self.initialization, self.init_std, self.d_model, self.n_layers]
@@ -262,7 +262,7 @@ def longest_of(model: nn.Module) -> int | None:
     return next((length for length in lengths if isinstance(length, int)), None)
 
 
-def _fitted(config: zoo.ArchitectureConfig, task: Any) -> zoo.ArchitectureConfig:
+def fitted(config: zoo.ArchitectureConfig, task: Any) -> zoo.ArchitectureConfig:
     """Return the configuration with the vocabulary or the image size of a task."""
     if config.family == "vit":
         if not hasattr(task, "image_size"):
@@ -278,15 +278,107 @@ def _name_of(model: nn.Module | Subject) -> str:
     return model.name if isinstance(model, Subject) else type(model).__name__
 
 
-def _plain(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return options whose values are their labels."""
-    return [(name, name) for name in names]
-
-
-def _offer(control: ipywidgets.Dropdown, options: list[tuple[str, Any]]) -> None:
+def offer(control: ipywidgets.Dropdown, options: Sequence[Any]) -> None:
     """Change the options of a control; the current choice is kept if it is still available."""
-    if list(control.options) == options:
+    if list(control.options) == list(options):
         return
-    value, offered = control.value, [option for _, option in options]
+    value, offered = control.value, [option[1] if isinstance(option, tuple) else option for option in options]
     control.options = options
     control.value = value if value in offered else offered[0]
+
+
+#: Name -> optimizer and its options: those of the recorded study, and SGD without momentum.
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "AdamW, β₂ 0.95, decay 0.1": ("AdamW", {"betas": (0.9, 0.95), "weight_decay": 0.1}),
+    "AdamW": ("AdamW", {}),
+    "Muon, decay 0.1": ("Muon", {"weight_decay": 0.1}),
+    "SGD, momentum 0.9": ("SGD", {"momentum": 0.9}),
+    "SGD": ("SGD", {}),
+}
+#: Clip norms; the slider needs a number for "none".
+_CLIPPING = (("none", 0.0), *((f"{norm:g}", norm) for norm in (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)))
+
+#: The columns are wide enough for the longest name of an optimizer.
+PLAN_CSS = """
+.workbench-plan { align-items: center; overflow: visible; grid-auto-rows: max-content;
+  grid-template-columns: repeat(auto-fit, minmax(min(320px, 100%), 1fr)); }
+.workbench-projector .workbench-plan { grid-template-columns: repeat(auto-fit, minmax(min(450px, 100%), 1fr)); }
+"""
+
+
+class PlanControls:
+    """Controls for the settings of a planned run."""
+
+    def __init__(self) -> None:
+        wide = {"style": {"description_width": "92px"}, "layout": {"width": "auto"}}
+        self.learning_rate = ipywidgets.FloatLogSlider(
+            3e-3, min=-5, max=1, step=0.02, description="learning rate", readout_format=".3g", **wide
+        )
+        self.warmup = ipywidgets.IntSlider(30, min=0, max=200, step=5, description="warm-up", **wide)
+        self.n_steps = ipywidgets.IntSlider(480, min=40, max=4000, step=40, description="steps", **wide)
+        self.schedule = ipywidgets.Dropdown(options=SCHEDULES, description="schedule", **wide)
+        self.clip_norm = ipywidgets.SelectionSlider(options=_CLIPPING, value=1.0, description="clip norm", **wide)
+        self.optimizer = ipywidgets.Dropdown(options=tuple(OPTIMIZERS), description="optimizer", **wide)
+        self.controls = [self.learning_rate, self.warmup, self.n_steps, self.clip_norm, self.schedule, self.optimizer]
+        self.box = ipywidgets.GridBox(self.controls)
+        self.box.add_class("workbench-plan")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the values of the controls as fields of `workbench.training.training_plan.TrainingPlan`."""
+        optimizer, options = OPTIMIZERS[self.optimizer.value]
+        return {
+            "learning_rate": float(self.learning_rate.value),
+            "warmup": self.warmup.value,
+            "n_steps": self.n_steps.value,
+            "schedule": self.schedule.value,
+            "clip_norm": self.clip_norm.value or None,
+            "optimizer": optimizer,
+            "optimizer_options": dict(options),
+        }
+
+
+#: Features that a backward pass and trial updates measure.
+_OF_GRADIENTS = ("initial_grad_norm", "overshoot_rate", "breaking_rate", "unit_change_rate")
+_OF_TRIALS = ("rehearsed_rate",)
+#: Snapshots of the spectra, of which the widget shows only a summary.
+_N_SNAPSHOTS = 512
+
+
+class Measured(NamedTuple):
+    """A case, its choice of model and task, and the settings that it was measured with."""
+
+    case: xr.Dataset
+    choice: Choice
+    settings: dict[str, Any]
+
+    def planned(self, settings: dict[str, Any]) -> xr.Dataset:
+        """Return the case with the settings of another plan."""
+        changes = {name: value for name, value in settings.items() if value != self.settings[name]}
+        return replan(self.case, **changes) if changes else self.case
+
+
+def measure(choice: Choice, settings: dict[str, Any], model: EdgeModel, check: Callable[[], None]) -> Measured:
+    """Build or open the chosen model, and measure the features of the risk model."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        check()
+        return token_loss(logits, targets)
+
+    module, task, name = choice.make()
+    check()
+    runs_pilot = any(name in model.features for name in _OF_TRIALS)
+    takes_gradients = runs_pilot or any(name in model.features for name in _OF_GRADIENTS)
+    case = measure_case(
+        module, task, architecture=name, seed=choice.seed, loss=loss, n_snapshots=_N_SNAPSHOTS,
+        takes_gradients=takes_gradients, runs_pilot=runs_pilot, **settings,
+    )  # fmt: skip
+    return Measured(case, choice, settings)
+
+
+def run_pilot(
+    choice: Choice, settings: dict[str, Any], budget: int, tell: Callable[[str], None]
+) -> tuple[dict[str, Any], FoundRates]:
+    """Run the pilot of a plan, and return the settings of the plan (all but the learning rate) with the result."""
+    model, task, _ = choice.make()
+    plan = {name: value for name, value in settings.items() if name != "learning_rate"}
+    return plan, find_rate(model, task, budget=budget, progress=tell, **plan)

@@ -1,20 +1,22 @@
-"""The risk of a planned training as sentences and cards with metrics; HTML in JupyterLab's colors."""
+"""The risk of a planned training as sentences, cards with metrics, and a page; HTML in JupyterLab's colors."""
 
 from __future__ import annotations
 
 import html
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.formatting import DASH, fixed, percent, rounded
 from workbench.koopman.measures import summarize
 from workbench.schema.statuses import CriterionState
+from workbench.widgets.tables import figure_page, headline
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from workbench.rates.find_rate import FoundRates
     from workbench.risk.risk import Risk
+
 
 #: Probability of not learning well from which a training may fail, and from which it is likely to fail.
 _MAY_FAIL, _LIKELY_FAILS = 0.4, 0.75
@@ -55,13 +57,7 @@ class Card(NamedTuple):
 
 
 def answer(risk: Risk, curve: xr.Dataset, pilot: FoundRates | None) -> RiskAnswer:
-    """Return the predicted outcome of a planned training, with reasons and recommendations.
-
-    Args:
-        risk: Its risk.
-        curve: The risk over the learning rate, from `workbench.risk.over_rates`.
-        pilot: A pilot of the same plan; None if there is none.
-    """
+    """Return the predicted outcome of a planned training, with reasons and recommendations."""
     if risk.reason:
         reason = f"{risk.reason}{'' if pilot else ' Run a pilot to find out.'}"
         return RiskAnswer(CriterionState.NOT_MEASURED, "The risk is unknown.", reason)
@@ -151,3 +147,9 @@ def _change(risk: Risk, curve: xr.Dataset, pilot: FoundRates | None) -> str:
     known = "" if math.isnan(least) else f", where the risk is smallest ({percent(least)})"
     change = f"{'lower' if is_large else 'raise'} it to about {rounded(best)}{known}"
     return f"The learning rate is probably too {'large' if is_large else 'small'}: {change}."
+
+
+def page(title: str, answer: RiskAnswer, cards: list[Card], curve: Any) -> str:
+    """Return an HTML page that needs no network and no other file; the curve is None if the risk is unknown."""
+    words = f"<h1>{html.escape(title)}</h1>{headline(answer.state, answer.sentence, [answer.more])}{as_html(cards)}"
+    return figure_page(words, curve, style=CSS)
