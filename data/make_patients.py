@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import packing
 import xarray as xr
 from failure_cases import (
     N_BASES,
@@ -38,14 +39,14 @@ from failure_cases import (
     verdict,
 )
 from make_failures import CADENCE, in_processes, record
+from packing import BITS, DEFAULT_BITS
 from recorded_players import RECORDED
 
 import workbench as wb
-from workbench.course import cures, n_patients, packed_runs, patient
+from workbench.course import cures, n_patients, patient
 from workbench.course.case_files import RESULT, Truth, configuration, opened, opened_case, truth_of, whole_run
 from workbench.course.cures import recovered_fraction
 from workbench.course.failure_runs import N_STEPS, SEED, SETUPS, Case, Plant, build
-from workbench.course.packed_runs import BITS, DEFAULT_BITS
 from workbench.course.patients import MEASUREMENTS
 from workbench.course.scoring import points_for
 from workbench.diagnosis import CAUSES
@@ -329,7 +330,7 @@ def pack(work: Path) -> None:
     """Write all usable runs to data/patients.nc."""
     chosen = with_levels(labeled(work))
     runs = [wb.open_run(run.place) for *_, run in chosen]
-    table = packed_runs.pack(runs)
+    table = packing.pack(runs)
     configurations = [
         settings_of(run, tree.attrs["configuration"]) for (*_, run), tree in zip(chosen, runs, strict=True)
     ]
@@ -469,7 +470,7 @@ def score_players(work: Path, processes: int) -> None:
 def write(table: xr.Dataset) -> None:
     """Write data/patients.nc."""
     with replacing(FILE) as partial_file:
-        table.to_netcdf(partial_file, engine="netcdf4", encoding=packed_runs.encoding(table))
+        table.to_netcdf(partial_file, engine="netcdf4", encoding=packing.encoding(table))
     print(f"{table.sizes['patient']} patients, {FILE.stat().st_size / 2**20:.2f} MiB", flush=True)
 
 

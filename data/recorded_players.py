@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from fitting import fit_rules
 
-from workbench.course.patients import Patient
-from workbench.course.scoreboard import Player
+from workbench.course.patients import Patient, Player
 from workbench.diagnosis import CAUSES, Rules, find_failure, read_record, read_symptoms
 from workbench.diagnosis.diagnose import diagnose
 from workbench.schema.statuses import SymptomKind

@@ -18,7 +18,7 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
-from workbench.course import lessons
+from workbench.course import exercises
 
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks" / "course"
 _CHECK = re.compile(r'^wb\.course\.check\("([\d.]+)", (\w+)\)\s*$', re.MULTILINE)
@@ -59,7 +59,7 @@ def graded(notebook: NotebookNode) -> NotebookNode:
 
 def _exercise(number: str, name: str, template: str) -> list[NotebookNode]:
     """Return the cell of the answer and the cell that grades it."""
-    code = lessons.find(number).solution.strip()
+    code = exercises.find(number).solution.strip()
     code += f"\n{name} = answer" if name != "answer" else ""
     answer = f"{template}\n### BEGIN SOLUTION\n{code}\n### END SOLUTION"
     check = f'feedback = wb.course.check("{number}", {name})\nassert feedback.is_right, feedback.message'

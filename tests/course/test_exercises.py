@@ -14,8 +14,10 @@ from workbench.course.exercises import (
     RangeExercise,
     SetExercise,
     as_number,
+    exercises_of,
+    find,
+    lessons,
 )
-from workbench.course.lessons import exercises_of, find, lessons
 from workbench.errors import OptionError
 
 COMMON = {"number": "9.1", "question": "?", "hints": ("first", "second"), "solution": "answer = 1"}

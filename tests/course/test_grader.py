@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 import workbench as wb
-from workbench.course.lessons import exercises_of, find, lessons
+from workbench.course.exercises import exercises_of, find, lessons
 from workbench.errors import OptionError
 
 ROOT = Path(__file__).parents[2]

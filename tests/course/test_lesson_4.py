@@ -215,7 +215,7 @@ class TestBlindKinds:
         assert f"{missing} belongs to the set" in judged("4.5", set(kinds.index[kinds == 0]) - {missing})
 
     def test_every_kind_has_a_sentence(self, kinds):
-        from workbench.course.lessons import find
+        from workbench.course.exercises import find
 
         sentences = find("4.5").members
         assert set(sentences) == set(kinds.index)

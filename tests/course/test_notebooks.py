@@ -8,7 +8,7 @@ import pytest
 
 import workbench as wb
 from tests.notebooks.test_stories import WIDGET, cells_of, outputs_of
-from workbench.course.lessons import exercises_of, lessons
+from workbench.course.exercises import exercises_of, lessons
 
 COURSE = Path(wb.__file__).parents[1] / "notebooks" / "course"
 CHECK = re.compile(r'^wb\.course\.check\("([\d.]+)", answer\)$', re.MULTILINE)

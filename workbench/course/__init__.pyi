@@ -1,9 +1,9 @@
-from .lessons import check as check
-from .lessons import hint as hint
-from .lessons import solution as solution
+from .exercises import check as check
+from .exercises import hint as hint
+from .exercises import solution as solution
 from .patients import Patient as Patient
+from .patients import board as board
 from .patients import n_patients as n_patients
 from .patients import patient as patient
-from .scoreboard import board as board
-from .scoreboard import play as play
+from .patients import play as play
 from .scoring import Score as Score

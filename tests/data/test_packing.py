@@ -6,11 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.course import packed_runs
-from workbench.course.packed_runs import BITS, DEFAULT_BITS, VARIABLES, rounded_bits
+from tests.data_scripts import load_script
+from workbench.course import case_files
+from workbench.course.case_files import VARIABLES
 from workbench.koopman.measures import MASSES
 from workbench.schema.runs import SCHEMA_VERSION
 
+packing = load_script("packing")
 NAMES = ("architecture", "healthy", "hyperparameter", "precision")
 
 
@@ -20,7 +22,7 @@ NAMES = ("architecture", "healthy", "hyperparameter", "precision")
 )
 def test_rounding_keeps_the_stated_bits(values, n_bits):
     exact = np.array(values, dtype=np.float32)
-    near = rounded_bits(exact, n_bits)
+    near = packing.rounded_bits(exact, n_bits)
     finite = np.isfinite(exact) & np.isfinite(near)
     assert np.array_equal(np.isnan(near), np.isnan(exact))
     assert np.array_equal(near[np.isinf(exact)], exact[np.isinf(exact)])
@@ -29,7 +31,7 @@ def test_rounding_keeps_the_stated_bits(values, n_bits):
     lost = near[finite].view(np.uint32) & ((1 << (23 - n_bits)) - 1)
     kept_exact = near[finite] == exact[finite]
     assert ((lost == 0) | kept_exact).all()
-    assert np.array_equal(rounded_bits(near, n_bits), near, equal_nan=True)
+    assert np.array_equal(packing.rounded_bits(near, n_bits), near, equal_nan=True)
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,8 @@ def packed(runs, tmp_path_factory):
     import xarray as xr
 
     place = tmp_path_factory.mktemp("packed") / "packed.nc"
-    table = packed_runs.pack(list(runs.values()))
-    table.to_netcdf(place, engine="netcdf4", encoding=packed_runs.encoding(table))
+    table = packing.pack(list(runs.values()))
+    table.to_netcdf(place, engine="netcdf4", encoding=packing.encoding(table))
     with xr.open_dataset(place, engine="netcdf4") as data:
         return data.load()
 
@@ -52,7 +54,7 @@ def packed(runs, tmp_path_factory):
 def test_what_is_read_back_is_within_the_stated_bits(runs, packed, name):
     one, run = packed.isel(patient=NAMES.index(name)), runs[name]
     for part in VARIABLES:
-        back = packed_runs.unpack(one, part)
+        back = case_files.unpack(one, part)
         if part not in run.children:
             assert not back.data_vars
             continue
@@ -68,7 +70,7 @@ def test_what_is_read_back_is_within_the_stated_bits(runs, packed, name):
             expected = exact[variable].sel(term=back["term"]) if "term" in back[variable].dims else exact[variable]
             expected = expected.transpose(*back[variable].dims).values
             assert back[variable].shape == expected.shape
-            n_bits = BITS.get(str(variable), DEFAULT_BITS)
+            n_bits = packing.BITS.get(str(variable), packing.DEFAULT_BITS)
             tolerance = {"rtol": 2.0 ** -(n_bits + 1) * 1.01, "atol": 1e-30, "equal_nan": True}
             for kind in (np.real, np.imag):
                 finite = np.abs(kind(expected)) < 1e38
@@ -80,9 +82,9 @@ def test_the_diagnosis_is_the_same_as_of_the_exact_values_of_these_parts(runs, p
     import xarray as xr
 
     one, run = packed.isel(patient=NAMES.index(name)), runs[name]
-    parts = {part: packed_runs.unpack(one, part) for part in VARIABLES}
+    parts = {part: case_files.unpack(one, part) for part in VARIABLES}
     tree = xr.DataTree.from_dict({f"/{part}": data for part, data in parts.items() if data.data_vars})
-    tree["events"] = xr.DataTree(packed_runs.events_of(parts["monitors"]))
+    tree["events"] = xr.DataTree(case_files.events_of(parts["monitors"]))
     tree.attrs = {"schema_version": SCHEMA_VERSION, "configuration": run.attrs["configuration"]}
     exact = tree.copy()
     for part in parts.keys() & run.children.keys():
