@@ -37,6 +37,9 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool]
     values: tuple[Any, ...] = ()
 
+    def __repr__(self) -> str:  # as the reference shows it in a type
+        return self.words if not self.values else ", ".join(map(repr, self.values))
+
 
 def _limit(words: str, holds: Callable[[Any, float], bool]) -> Callable[[float], Range]:
     return lambda limit: Range(f"{words} {limit}", lambda value: holds(value, limit))

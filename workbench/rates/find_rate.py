@@ -180,7 +180,7 @@ class FoundRates:
 
     Attributes:
         n_steps: Updates of the planned training.
-        slow_edge: Estimate of the smallest useful rate (`workbench.rates.outcomes`).
+        slow_edge: Estimate of the smallest useful rate (`workbench.rates.useful_band`).
         best_rate: Estimate of the best rate.
         useful_edge: Estimate of the largest useful rate.
         reason: Why the estimates are NaN, and what to do; empty if the rates are known.

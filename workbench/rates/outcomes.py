@@ -44,7 +44,7 @@ class UsefulBand:
         2.0
 
     See Also:
-        `workbench.rates.outcomes`: Returns it.
+        `workbench.rates.useful_band`: Returns it.
     """
 
     best_rate: float

@@ -223,7 +223,7 @@ class EdgeModel:
     """Normal distributions of the logarithms of three edges, whose means are linear in features of a design.
 
     Slow and useful edge are the ends of the band of learning rates at which a design learns well
-    (`workbench.rates.outcomes`); from the explosion edge on, a run diverges by RKSP's limits. The probability that a
+    (`workbench.rates.useful_band`); from the explosion edge on, a run diverges by RKSP's limits. The probability that a
     rate is too large is the probability that the useful edge lies below it, and likewise for the other outcomes. The
     standard deviation of each edge is that of families held out from the fit, so it includes what the features do not
     explain in a new family. Designs that learned at no rate have no edges, so the probabilities hold for designs that
@@ -326,17 +326,20 @@ class EdgeModel:
         Raises:
             StoreError: If the path exists, or cannot be written.
         """
+
+        def rounded(value: Any) -> Any:
+            """Round numbers to six digits, far more than are significant."""
+            return [rounded(one) for one in value] if isinstance(value, list) else float(f"{value:.6g}")
+
+        def row(one: EdgeFit) -> list[Any]:
+            return rounded([one.center.tolist(), one.scale.tolist(), one.intercept, one.coefficients.tolist()])
+
         content = {
-            "kind": _KIND,
-            "version": _VERSION,
-            "about": dict(self.about),
-            "features": self.features,
-            "groups": self.groups,
-            "ranges": dict(self.ranges),
-            "measured": dict(self.measured),
-            "deviations": {edge: _rounded(value) for edge, value in self.deviations.items()},
-            "fits": {edge: [_row(one) for one in fits] for edge, fits in self.fits.items()},
-        }
+            "kind": _KIND, "version": _VERSION, "about": dict(self.about), "features": self.features,
+            "groups": self.groups, "ranges": dict(self.ranges), "measured": dict(self.measured),
+            "deviations": {edge: rounded(value) for edge, value in self.deviations.items()},
+            "fits": {edge: [row(one) for one in fits] for edge, fits in self.fits.items()},
+        }  # fmt: skip
         return write_json(content, path, overwrite=overwrite)
 
     def _inputs(self, cases: xr.Dataset, *, is_known: np.ndarray) -> Floats:
@@ -423,8 +426,7 @@ def fit(
         if size != n_designs:
             raise OptionError(f"{name} must have one entry for each of the {n_designs} designs, got {size}.")
     groups, family = groups_of(cases), np.asarray(families, dtype=str)
-    if "" in groups:
-        raise _missing_value("scale_response")
+    _numbers(cases, "scale_response")  # Raises an error if the group of a case is unknown.
     is_used = in_enough_families(groups, family)
     if not is_used.any():
         counts = {group: len(set(family[groups == group])) for group in np.unique(groups).tolist()}
@@ -470,9 +472,7 @@ def groups_of(cases: xr.Dataset) -> np.ndarray:
         Strings such as "AdamW with norm", shape (run,); empty where ``scale_response`` is NaN.
     """
     responses = _numbers(cases, "scale_response", allow_missing=True)
-    if "optimizer" not in cases.variables:
-        raise _missing_variable("optimizer")
-    names = [_OPTIMIZER_NAMES.get(name, name) for name in column(cases, "optimizer").astype(str)]
+    names = [_OPTIMIZER_NAMES.get(name, name) for name in _known_column(cases, "optimizer").astype(str)]
     return np.array(
         [
             "" if np.isnan(response) else f"{name} {'with' if response < 0.5 else 'without'} norm"
@@ -510,20 +510,19 @@ def load(path: str | Path) -> EdgeModel:
             raise StoreError(
                 f"{path} was written by a newer version of the workbench; update the workbench, or fit the model again."
             )
-        return EdgeModel(
-            tuple(content["features"]),
-            tuple(content["groups"]),
-            _ranges(content["ranges"]),
-            _ranges(content["measured"]),
-            {
-                edge: tuple(
-                    EdgeFit(np.array(a), np.array(b), float(c), np.array(d)) for a, b, c, d in content["fits"][edge]
-                )
-                for edge in EDGES
-            },
-            {edge: float(content["deviations"][edge]) for edge in EDGES},
-            content["about"],
+        ranges, measured = (
+            {name: (float(low), float(high)) for name, (low, high) in content[part].items()}
+            for part in ("ranges", "measured")
         )
+        fits = {
+            edge: tuple(
+                EdgeFit(np.array(a), np.array(b), float(c), np.array(d)) for a, b, c, d in content["fits"][edge]
+            )
+            for edge in EDGES
+        }
+        deviations = {edge: float(content["deviations"][edge]) for edge in EDGES}
+        names = tuple(content["features"]), tuple(content["groups"])
+        return EdgeModel(*names, ranges, measured, fits, deviations, content["about"])
 
 
 def _table(cases: xr.Dataset, features: Sequence[str], *, needed: np.ndarray) -> Floats:
@@ -537,38 +536,17 @@ def _table(cases: xr.Dataset, features: Sequence[str], *, needed: np.ndarray) ->
 
 
 def _numbers(cases: xr.Dataset, name: str, *, allow_missing: bool = False) -> Floats:
-    """Return the values of a variable of cases, shape (run,)."""
-    if name not in cases.variables:
-        raise _missing_variable(name)
-    values: Floats = column(cases, name).astype(float)
+    """Return the numbers of a variable of cases, shape (run,)."""
+    values: Floats = _known_column(cases, name).astype(float)
     if np.isnan(values).any() and not allow_missing:
-        raise _missing_value(name)
+        raise SchemaError(f"A case has no {name} (NaN); omit such cases.")
     return values
 
 
-def _missing_variable(name: str) -> SchemaError:
-    """Create the exception for cases without a variable."""
-    return SchemaError(f"The cases lack {name}; measure them with wb.sweeps.measure_case.")
-
-
-def _missing_value(name: str) -> SchemaError:
-    """Create the exception for a case in which a variable is NaN."""
-    return SchemaError(f"A case has no {name} (NaN); omit such cases.")
-
-
-def _row(fit: EdgeFit) -> list[Any]:
-    """Return a fit as JSON values."""
-    parts = (fit.center.tolist(), fit.scale.tolist(), fit.intercept, fit.coefficients.tolist())
-    return [[_rounded(one) for one in part] if isinstance(part, list) else _rounded(part) for part in parts]
-
-
-def _rounded(value: float) -> float:
-    """Round a number to six digits, far more than are significant."""
-    return float(f"{value:.6g}")
-
-
-def _ranges(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]]:
-    return {name: (float(low), float(high)) for name, (low, high) in found.items()}
+def _known_column(cases: xr.Dataset, name: str) -> np.ndarray:
+    if name not in cases.variables:
+        raise SchemaError(f"The cases lack {name}; measure them with wb.sweeps.measure_case.")
+    return column(cases, name)
 
 
 def _range(values: np.ndarray) -> tuple[float, float]:

@@ -66,7 +66,7 @@ class Risk:
         n_steps: Planned number of updates.
         d_model: Width of the model.
         failure: Probability that the learning rate is too small or too large to learn well
-            (`workbench.rates.outcomes`).
+            (`workbench.rates.useful_band`).
         too_small: Probability that it is too small for the number of updates.
         too_large: Probability that it is too large.
         explosion: Probability that the training diverges by RKSP's limits.

@@ -253,7 +253,7 @@ def divergence_where_both_ran(outcomes: xr.Dataset, control: str, reference: str
 def largest_rate_without_explosion(outcomes: xr.Dataset, *, below: Fraction = 0.20) -> xr.DataArray:
     """Find the largest learning rate up to which few runs diverge under each control.
 
-    It says nothing about how well the other runs learn; see `workbench.rates.outcomes` for that.
+    It says nothing about how well the other runs learn; see `workbench.rates.useful_band` for that.
 
     Args:
         outcomes: Outcomes with dim ``run``, as from `workbench.samples.open`.
@@ -276,7 +276,7 @@ def largest_rate_without_explosion(outcomes: xr.Dataset, *, below: Fraction = 0.
 
     See Also:
         `workbench.published.largest_stable_rates`: The published rates.
-        `workbench.rates.outcomes`: The rates at which a model learns well.
+        `workbench.rates.useful_band`: The rates at which a model learns well.
     """
     import xarray as xr
 
