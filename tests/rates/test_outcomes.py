@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.about import says
+from tests.sweeps.small_sweeps import run_sequentially
 from workbench.errors import SchemaError
 from workbench.rates.outcomes import (
     LossTable,
@@ -109,16 +110,9 @@ def sweep_of(*, n_steps=20, n_evaluations=5, rates=(1e-3, 1e-2), seeds=(0, 1), *
     )  # fmt: skip
 
 
-def recorded(runs, path):
-    store = wb.sweeps.SweepStore(path, runs)
-    for index in store.missing():
-        store.write(index, wb.sweeps.make_run(runs[index].as_dict()))
-    return wb.open_sweep(path)
-
-
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    return recorded(sweep_of(), tmp_path_factory.mktemp("sweep") / "sweep.zarr")
+    return run_sequentially(sweep_of(), tmp_path_factory.mktemp("sweep") / "sweep.zarr")
 
 
 def test_tables_contain_each_run_once(sweep):
@@ -173,18 +167,18 @@ def test_noise_cannot_be_learned(sweep):
 
 
 def test_cells_with_a_schedule_are_compared_with_shorter_runs(sweep, tmp_path):
-    shorter = recorded(sweep_of(n_steps=16, n_evaluations=4, rates=(1e-2,)), tmp_path / "shorter.zarr")
+    shorter = run_sequentially(sweep_of(n_steps=16, n_evaluations=4, rates=(1e-2,)), tmp_path / "shorter.zarr")
     earlier = LossTable.of(sweep).earlier_from(shorter)
     assert np.isnan(earlier[0]).all()
     assert earlier[1].tolist() == shorter["held_out_loss"].values[:, -1].tolist()
     assert LossTable.of(sweep).earlier_from(shorter.isel(run=slice(0))) is None
-    other = recorded(sweep_of(n_steps=16, n_evaluations=4, rates=(1e-2,), warmup=3), tmp_path / "other.zarr")
+    other = run_sequentially(sweep_of(n_steps=16, n_evaluations=4, rates=(1e-2,), warmup=3), tmp_path / "other.zarr")
     assert LossTable.of(sweep).earlier_from(other) is None
     assert LossTable.of(sweep).earlier_from(sweep) is None  # runs of another length
 
 
 def test_a_cell_whose_runs_all_diverge_has_outcomes(tmp_path):
-    diverged = recorded(sweep_of(rates=(1e30,)), tmp_path / "diverged.zarr")
+    diverged = run_sequentially(sweep_of(rates=(1e30,)), tmp_path / "diverged.zarr")
     found = rate_outcomes(diverged)
     assert not found["is_learned"].item()
     assert found["explosion_edge"].item() == pytest.approx(1e30)

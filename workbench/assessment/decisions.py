@@ -97,7 +97,13 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
         found.append(Decision(DecisionKind.PROCEED, f"start the run {how} the stop rules below"))
     if verdict is Verdict.CANNOT_SAY:
         found.append(Decision(DecisionKind.MEASURE, FIRST_STEP, criterion=RATE))
-    changes = [*_rate(tree, plan), *_changes(tree, proxy), *_unknown_rate(tree, plan)]
+    bad = {
+        str(name): criteria.sel(criterion=name)
+        for name, state in zip(criteria["criterion"].values, criteria["state"].values, strict=True)
+        if state in BAD_STATES
+    }
+    rate = DEFAULT_RATE if plan.training.learning_rate is None else plan.training.learning_rate
+    changes = [*_rate(tree, rate, bad), *_changes(tree, bad, proxy), *_unknown_rate(tree, rate, bad)]
     rates = [each for each in changes if each.setting == "learning_rate"]
     # Only the first proposal of a learning rate is kept, which is that of the pilot if there is one.
     found += [each for each in changes if each not in rates[1:]]
@@ -118,21 +124,19 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     )
 
 
-def _rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
+def _rate(tree: xr.DataTree, rate: float, bad: dict[str, xr.Dataset]) -> Iterator[Decision]:
     """Propose the pilot's best rate if the planned rate is not useful."""
-    states = tree["criteria"].to_dataset()["state"]
-    bad = next((name for name in (RATE, SLOW_RATE) if str(states.sel(criterion=name).values) in BAD_STATES), "")
-    if not bad:
+    criterion = RATE if RATE in bad else SLOW_RATE
+    if criterion not in bad:
         return
-    pilot, word = tree["pilot"].to_dataset(), "lower" if bad == RATE else "raise"
-    rate = DEFAULT_RATE if plan.training.learning_rate is None else plan.training.learning_rate
+    pilot, word = tree["pilot"].to_dataset(), "lower" if criterion == RATE else "raise"
     best, low, high, upper = (
         float(pilot[name]) for name in ("best_rate", "best_rate_low", "best_rate_high", "useful_edge_high")
     )
     sizes = Sizes.of(tree)
     ratio = 1.0 if sizes is None else sizes.width / sizes.run_width
     effect = _change_of_loss(pilot, rate * ratio, best * ratio)
-    if ratio != 1 and bad == RATE:  # published rates exceed the best rate of a narrower model
+    if ratio != 1 and criterion == RATE:  # published rates exceed the best rate of a narrower model
         text = f"to below {upper:.2g}, the upper end of the useful edge's interval ({AT_FULL_WIDTH})"
         proposed, variable = f"{upper:.2g}", "useful_edge_high"
     else:
@@ -140,15 +144,13 @@ def _rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
         variable = "best_rate"
     yield Decision(
         DecisionKind.CHANGE, f"{word} the peak learning rate from {rate:g} {text}", "learning_rate", f"{rate:g}",
-        proposed, bad, effect, path="/pilot", variable=variable,
+        proposed, criterion, effect, path="/pilot", variable=variable,
     )  # fmt: skip
 
 
-def _unknown_rate(tree: xr.DataTree, plan: AssessmentPlan) -> Iterator[Decision]:
+def _unknown_rate(tree: xr.DataTree, rate: float, bad: dict[str, xr.Dataset]) -> Iterator[Decision]:
     """Propose to search for a rate if the trials diverged and the pilot found no useful rate."""
-    state = str(tree["criteria"].to_dataset()["state"].sel(criterion=BROKEN_TRIALS).values)
-    if state in BAD_STATES and not math.isfinite(float(tree["pilot"].to_dataset().get("best_rate", math.nan))):
-        rate = DEFAULT_RATE if plan.training.learning_rate is None else plan.training.learning_rate
+    if BROKEN_TRIALS in bad and not math.isfinite(float(tree["pilot"].to_dataset().get("best_rate", math.nan))):
         text = (
             f"then find a peak learning rate with wb.find_rate, because the trials at {rate:g} diverged and no useful "
             "rate is known"
@@ -170,17 +172,18 @@ def _change_of_loss(pilot: xr.Dataset, rate: float, best: float) -> str:
     return f"loss of the pilot after {n} updates: {short(before)} → {short(after)} nat"
 
 
-def _changes(tree: xr.DataTree, proxy: str) -> Iterator[Decision]:
-    criteria = tree["criteria"].to_dataset()
-    bad = {
-        str(name): criteria.sel(criterion=name)
-        for name, state in zip(criteria["criterion"].values, criteria["state"].values, strict=True)
-        if state in BAD_STATES
-    }
+def _changes(tree: xr.DataTree, bad: dict[str, xr.Dataset], proxy: str) -> Iterator[Decision]:
     if "changes" in tree:
         yield from _tried(tree["changes"].to_dataset(), BROKEN_TRIALS, proxy)
     if "hardware" in tree:
-        yield from _remedies(tree["hardware"].to_dataset(), bad)
+        hardware = tree["hardware"].to_dataset()
+        for i, name in enumerate(hardware["hazard"].values):
+            setting, value = (str(hardware[f"remedy_{part}"].values[i]) for part in ("setting", "value"))
+            if f"hazard_{name}" in bad and setting:
+                yield Decision(
+                    DecisionKind.CHANGE, f"set {setting} to {value}", setting, "as planned", value, f"hazard_{name}",
+                    path="/hardware", variable="effect", selection={"hazard": i},
+                )  # fmt: skip
     yield from _standard_start(tree, [row for name, row in bad.items() if name in COLUMNS["structure"]])
     if heads := [name for name, row in bad.items() if str(row["failure_mode"].values) == "attention_degeneracy"]:
         text = "normalize queries and keys, which bounds the attention logits"
@@ -231,16 +234,6 @@ def _tried(changes: xr.Dataset, criterion: str, proxy: str) -> Iterator[Decision
                 DecisionKind.KSS if setting == "kss" else DecisionKind.CHANGE,
                 words[setting], setting, current, proposed, criterion, effect,
                 path="/changes", variable="n_broken", selection={"change": int(i)},
-            )  # fmt: skip
-
-
-def _remedies(hardware: xr.Dataset, bad: dict[str, xr.Dataset]) -> Iterator[Decision]:
-    for i, name in enumerate(hardware["hazard"].values):
-        if f"hazard_{name}" in bad and str(hardware["remedy_setting"].values[i]):
-            setting, value = str(hardware["remedy_setting"].values[i]), str(hardware["remedy_value"].values[i])
-            yield Decision(
-                DecisionKind.CHANGE, f"set {setting} to {value}", setting, "as planned", value, f"hazard_{name}",
-                path="/hardware", variable="effect", selection={"hazard": i},
             )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ from workbench.training.training_plan import NO_OPTIONS
 
 if TYPE_CHECKING:
     import xarray as xr
-    from torch import Tensor, nn
 
     from workbench.training.training_plan import TrainingPlan
 
@@ -54,9 +53,7 @@ def _gain_by_depth(flow: xr.Dataset) -> float:
     values = gains(flow)[1:]
     if len(values) < 2 or np.isnan(values).all():
         return math.nan
-    with np.errstate(divide="ignore"):
-        largest = float(np.abs(np.log(np.where(np.isnan(values), np.inf, values))).max())
-    return math.exp(min(largest / math.sqrt(len(values) - 1), 700.0)) if math.isfinite(largest) else math.inf
+    return _per_root(np.where(np.isnan(values), np.inf, values), len(values) - 1)
 
 
 def _growth_by_depth(flow: xr.Dataset) -> float:
@@ -66,11 +63,14 @@ def _growth_by_depth(flow: xr.Dataset) -> float:
     depth.
     """
     sizes = flow["state_rms"].values.astype(float)[1:]
-    if len(sizes) < 2:
-        return math.nan
     with np.errstate(all="ignore"):
-        largest = float(np.abs(np.log(sizes / sizes[0])).max())
-    depth = max(len(sizes) - 1, SHALLOW)
+        return _per_root(sizes / sizes[0], max(len(sizes) - 1, SHALLOW)) if len(sizes) > 1 else math.nan
+
+
+def _per_root(factors: np.ndarray, depth: int) -> float:
+    """Return the largest factor, up or down, per square root of the depth."""
+    with np.errstate(all="ignore"):
+        largest = float(np.abs(np.log(factors)).max())
     return math.exp(min(largest / math.sqrt(depth), 700.0)) if math.isfinite(largest) else math.inf
 
 

@@ -34,9 +34,6 @@ from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
 if TYPE_CHECKING:
     import xarray as xr
 
-    from workbench.assessment.criteria import Sizes
-
-
 #: A band extends beyond the healthy values by this fraction of their range on either side. It was chosen so that a
 #: healthy model of a held-out architecture rarely falls outside (``false_alarms`` in the shipped reference).
 MARGIN = 0.25
@@ -159,7 +156,7 @@ def evaluate_criteria(
         else row
         for row in rows
     ]
-    return _criteria(rows), _modes(rows, TOO_SHORT)
+    return _criteria(rows), _modes(rows)
 
 
 def _evaluated(
@@ -221,7 +218,7 @@ def _criteria(rows: Sequence[EvaluatedCriterion]) -> xr.Dataset:
     columns: dict[str, list[Any]] = {
         "value": [row.reading.value for row in rows],
         **{
-            name: [_closed(getattr(row.band, name)) for row in rows]
+            name: [limit if math.isfinite(limit := getattr(row.band, name)) else math.nan for row in rows]
             for name in ("low", "high", "failing_low", "failing_high")
         },
         "spread": [float(row.reading.spread) for row in rows],
@@ -241,11 +238,7 @@ def _criteria(rows: Sequence[EvaluatedCriterion]) -> xr.Dataset:
     )
 
 
-def _closed(limit: float) -> float:
-    return limit if math.isfinite(limit) else math.nan
-
-
-def _modes(rows: Sequence[EvaluatedCriterion], why_open: str) -> xr.Dataset:
+def _modes(rows: Sequence[EvaluatedCriterion]) -> xr.Dataset:
     """Return for each mode the worst state of its criteria with sufficient confidence, or "not measured"."""
     import xarray as xr
 
@@ -258,7 +251,7 @@ def _modes(rows: Sequence[EvaluatedCriterion], why_open: str) -> xr.Dataset:
         ]
         own = [row for row in measured if row.criterion.rules_out or row.state != CriterionState.HEALTHY]
         confident = [row for row in own if row.confidence >= LEAST_CONFIDENCE] or own
-        state, confidence, worst_one, reason = CriterionState.NOT_MEASURED, math.nan, "", why_open if measured else ""
+        state, confidence, worst_one, reason = CriterionState.NOT_MEASURED, math.nan, "", TOO_SHORT if measured else ""
         if confident:
             worst = max(confident, key=lambda row: (row.state.severity, row.confidence))
             # The confidence of a healthy mode is that of its least confident criterion.
