@@ -14,9 +14,9 @@ from workbench.formatting import capitalized, clause, counted, percent
 from workbench.io.store import export_netcdf
 from workbench.option_checks import Seed
 from workbench.plots.figure_files import for_backend, picture_of
-from workbench.reports.html import html
+from workbench.reports.document import Numbers
+from workbench.reports.formats import html
 from workbench.reports.make_report import detached, report
-from workbench.reports.quantity import Numbers
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.base import known
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row

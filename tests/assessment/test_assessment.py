@@ -16,8 +16,8 @@ from workbench.assessment.structure import WIDTH_ERRORS
 from workbench.assessment.verdict import HealthyBand, healthy_bands
 from workbench.errors import OptionError
 from workbench.reports.assessment_document import most_important
+from workbench.reports.document import Numbers
 from workbench.reports.make_report import document_of
-from workbench.reports.quantity import Numbers
 from workbench.schema.statuses import DecisionKind, Verdict
 
 pytestmark = pytest.mark.medium

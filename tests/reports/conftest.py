@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.reports import made_trees
-from workbench.reports import html, notebook, pictures
+from workbench.reports import formats, pictures
 from workbench.reports.make_report import document_of, report
 
 PIXEL = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
@@ -13,9 +13,11 @@ PIXEL = b"<svg xmlns='http://www.w3.org/2000/svg'/>"
 
 @pytest.fixture
 def without_pictures(monkeypatch):
-    for module in (html, pictures):
-        monkeypatch.setattr(module, "image", lambda *_, **__: ("image/svg+xml", PIXEL))
-    monkeypatch.setattr(notebook, "image", lambda *_, **__: ("image/png", PIXEL))
+    def image(*_, pixels=False):
+        return "image/png" if pixels else "image/svg+xml", PIXEL
+
+    for module in (formats, pictures):
+        monkeypatch.setattr(module, "image", image)
 
 
 @pytest.fixture(params=["assessment", "diagnosis", "comparison"])

@@ -12,7 +12,7 @@ from tests.about import about, says
 from tests.reports import made_trees
 from workbench.errors import SchemaError
 from workbench.formatting import band_in_words, listed, number_in_words
-from workbench.reports.quantity import Numbers, _anchor
+from workbench.reports.document import Numbers, _anchor
 
 PERCENT = "\N{NO-BREAK SPACE}%"
 
@@ -39,12 +39,6 @@ def test_a_criterion_and_its_source_are_the_same_quantity(numbers):
     assert numbers.value("flow", "gradient_gain", layer=2) == criterion
     assert numbers.value("flow", "gradient_gain", layer=-1) == criterion
     assert numbers.value("pilot", "rate_over_edge") == numbers.criterion("rate_over_edge")
-
-
-def test_an_attribute_is_found_inside_json(numbers):
-    assert numbers.attribute("plan", "training", "learning_rate").value == 0.003
-    assert numbers.has_attribute("plan", "hardware", "data_parallel")
-    assert not numbers.has_attribute("plan", "budget", "tokens")
 
 
 def test_counts_are_those_of_the_table(numbers):

@@ -17,11 +17,10 @@ from tests.reports import made_trees
 from workbench.assessment.criteria import RATE
 from workbench.errors import SchemaError, StoreError
 from workbench.formatting import percent
-from workbench.reports import html as html_file
+from workbench.reports import formats
 from workbench.reports.assessment_document import rate_sentences
-from workbench.reports.document import Lead, Paragraph, Picture, ReportTable, sentence_of
+from workbench.reports.document import Lead, Numbers, Paragraph, Picture, ReportTable, sentence_of
 from workbench.reports.make_report import document_of, report
-from workbench.reports.quantity import Numbers
 from workbench.schema.statuses import Verdict
 
 pytestmark = pytest.mark.render
@@ -259,7 +258,7 @@ def test_files_are_written_atomically_and_never_over_others(tmp_path, without_pi
     def fail(*_, **__):
         raise MemoryError
 
-    monkeypatch.setattr(html_file, "image", fail)
+    monkeypatch.setattr(formats, "image", fail)
     with pytest.raises(MemoryError):
         report(tree, path, overwrite=True)
     assert path.read_text() == before
@@ -489,7 +488,7 @@ def test_one_design_of_a_comparison_has_a_report(tmp_path, monkeypatch):
     comparison, seen = made_trees.comparison(), []
     name = next(name for name in comparison.children if name != "designs")
     module = sys.modules[report.__module__]  # the package has a function of the same name
-    monkeypatch.setattr(module, "_write_html", lambda document, tree, *_: seen.append((document, tree)))
+    monkeypatch.setattr(module.formats, "html", lambda document, tree: seen.append((document, tree)) or "")
     report(comparison[name], tmp_path / "one.html")
     ((document, tree),) = seen
     assert document.summary == comparison[name].attrs["summary"]

@@ -17,7 +17,7 @@ import workbench.widgets.report.page
 from tests.about import about, says
 from tests.reports import made_trees
 from workbench.errors import OptionError, SchemaError, StoreError
-from workbench.reports.quantity import Numbers
+from workbench.reports.document import Numbers
 from workbench.widgets.assessment_report import AssessmentReport
 from workbench.widgets.worker import MeasuringProgress
 

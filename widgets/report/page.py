@@ -13,7 +13,7 @@ import traitlets
 
 from workbench.errors import WorkbenchError
 from workbench.reports.document import Block, Document, Lead, Picture
-from workbench.reports.html import html
+from workbench.reports.formats import html
 from workbench.reports.make_report import document_of
 from workbench.reports.pictures import image
 from workbench.widgets.base import known

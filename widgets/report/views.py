@@ -14,8 +14,7 @@ from workbench.plots import layer_profile
 from workbench.plots.criteria_bands_figure import criteria_bands
 from workbench.reports import pictures
 from workbench.reports.assessment_document import proxy_of
-from workbench.reports.document import Picture
-from workbench.reports.quantity import Numbers, Quantity
+from workbench.reports.document import Numbers, Picture, Quantity
 from workbench.schema.statuses import WORST_FIRST, CriterionState
 from workbench.widgets.base import known
 from workbench.widgets.figure import FigureStage

@@ -17,12 +17,13 @@ from workbench.reports.document import (
     Item,
     Items,
     Lead,
+    Numbers,
     Paragraph,
+    Quantity,
     ReportSection,
     Sentence,
     sentence_of,
 )
-from workbench.reports.quantity import Numbers, Quantity
 from workbench.schema.statuses import BAD_STATES, WORST_FIRST, CriterionState, DecisionKind, Verdict
 
 if TYPE_CHECKING:

@@ -16,7 +16,9 @@ from workbench.reports.document import (
     Item,
     Items,
     Lead,
+    Numbers,
     Paragraph,
+    Quantity,
     ReportSection,
     ReportTable,
     Sentence,
@@ -25,7 +27,6 @@ from workbench.reports.document import (
     sentence_of,
     unique,
 )
-from workbench.reports.quantity import Numbers, Quantity
 from workbench.schema.statuses import CriterionState, DiagnosisState, SymptomKind
 from workbench.schema.symptoms import symptom_title
 
@@ -226,7 +227,7 @@ def _correction(numbers: Numbers) -> Sentence:
 def _effect_space(numbers: Numbers, cited: list[Quantity]) -> ReportSection:
     cited = unique(cited)
     separate = {"/causes", "/evidence", "/experiments"}
-    blocks: list[Block] = [Lead(_LEAD), Heading("Causes"), *pictures.causes(), _causes_table(numbers)]
+    blocks: list[Block] = [Lead(_LEAD), Heading("Causes"), pictures.picture("causes", "causes"), _causes_table(numbers)]
     blocks += [Heading("Evidence"), *pictures.evidence(numbers.node("evidence")), *_evidence_tables(numbers, cited)]
     experiments = [quantity for quantity in cited if quantity.path == "/experiments"]
     if experiments:

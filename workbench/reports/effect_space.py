@@ -14,6 +14,8 @@ from workbench.reports.document import (
     Block,
     Heading,
     Lead,
+    Numbers,
+    Quantity,
     ReportSection,
     ReportTable,
     TableCell,
@@ -21,7 +23,6 @@ from workbench.reports.document import (
     unique,
     without_empty_columns,
 )
-from workbench.reports.quantity import Numbers, Quantity
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -62,7 +63,11 @@ def assessment_section(numbers: Numbers, cited: Iterable[Quantity]) -> ReportSec
     evaluated = [numbers.criterion(name) for name in criteria]
     known = {quantity.anchor for quantity in evaluated}
     rest = [quantity for quantity in cited if quantity.anchor not in known]
-    blocks: list[Block] = [Lead(_LEAD), Heading("Criteria and their healthy bands"), pictures.criteria()]
+    blocks: list[Block] = [
+        Lead(_LEAD),
+        Heading("Criteria and their healthy bands"),
+        pictures.picture("criteria", "criteria"),
+    ]
     blocks.append(criteria_table(numbers, evaluated))
     blocks += part_blocks(numbers, rest, leave_out=SEPARATE_PARTS)
     return ReportSection("v3", "Effect space", tuple(blocks))

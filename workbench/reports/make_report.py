@@ -13,8 +13,9 @@ from urllib.parse import quote
 from workbench.errors import SchemaError, StoreError, require_lab
 from workbench.formatting import listed
 from workbench.io.atomic import check_free, replacing
+from workbench.io.store import export_netcdf
 from workbench.reports import assessment_document as assessment
-from workbench.reports import effect_space, pictures
+from workbench.reports import effect_space, formats, pictures
 from workbench.reports.assessment_document import assessment_document
 from workbench.reports.diagnosis_document import diagnosis_document
 from workbench.reports.document import (
@@ -25,8 +26,10 @@ from workbench.reports.document import (
     Item,
     Items,
     Lead,
+    Numbers,
     Paragraph,
     Picture,
+    Quantity,
     ReportSection,
     ReportTable,
     Sentence,
@@ -34,7 +37,6 @@ from workbench.reports.document import (
     sentence_of,
     unique,
 )
-from workbench.reports.quantity import Numbers, Quantity
 from workbench.schema.statuses import CriterionState, Verdict
 
 if TYPE_CHECKING:
@@ -178,7 +180,7 @@ def _effect_space(
     blocks: list[Block] = [Lead(_LEAD), Heading("Designs"), *_designs_tables(numbers, names)]
     for name, of in designs.items():
         evaluated = [of.criterion(criterion) for criterion in of.names("criteria", "criterion")]
-        blocks += [Heading(f"Criteria: {name}"), pictures.criteria(at=name)]
+        blocks += [Heading(f"Criteria: {name}"), pictures.picture("criteria", "criteria", at=name)]
         blocks.append(effect_space.criteria_table(of, evaluated, of=name))
         known = {quantity.anchor for quantity in evaluated}
         cited_here = [
@@ -276,12 +278,30 @@ def report(tree: xr.DataTree, path: str | os.PathLike[str], *, overwrite: bool =
     path = Path(path)
     companion = check_target(path, overwrite=overwrite)
     tree = detached(tree)
-    document = document_of(tree)
-    if path.suffix.lower() == ".html":
-        _write_html(document, tree, path)
-    elif companion is not None:
-        write = _write_markdown if path.suffix.lower() == ".md" else _write_notebook
-        write(document, tree, path, companion)
+    document, pictures_by_name = document_of(tree), dict[str, bytes]()
+
+    def show(picture: Picture) -> str:
+        mime, content = pictures.image(picture, tree)
+        words = re.sub(r"[^a-z0-9]+", "-", picture.title.lower()).strip("-")
+        name = f"{len(pictures_by_name) + 1:02d}-{words}.{'png' if mime == 'image/png' else 'svg'}"
+        pictures_by_name[name] = content
+        return f"![{picture.alternative}]({quote(f'{companion.name}/{name}')})" if companion is not None else ""
+
+    if companion is None:
+        text = formats.html(document, tree)
+    elif path.suffix.lower() == ".md":
+        text = formats.markdown(document, show)
+        with replacing(companion) as partial:
+            partial.mkdir()
+            for name, content in pictures_by_name.items():
+                (partial / name).write_bytes(content)
+    else:
+        import nbformat
+
+        text = nbformat.writes(formats.notebook(document, tree, companion.name))
+        export_netcdf(tree, companion, overwrite=True)
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
     return path
 
 
@@ -316,45 +336,3 @@ def document_of(tree: xr.DataTree) -> Document:
             "wb.diagnose() or wb.compare_designs()."
         )
     return _DOCUMENTS[kind](tree)
-
-
-def _write_html(document: Document, tree: xr.DataTree, path: Path) -> None:
-    from workbench.reports.html import html
-
-    content = html(document, tree)
-    with replacing(path) as partial:
-        partial.write_text(content, encoding="utf-8")
-
-
-def _write_markdown(document: Document, tree: xr.DataTree, path: Path, companion: Path) -> None:
-    from workbench.reports.markdown import markdown
-    from workbench.reports.pictures import image
-
-    contents: dict[str, bytes] = {}
-
-    def show(picture: Picture) -> str:
-        mime, content = image(picture, tree)
-        words = re.sub(r"[^a-z0-9]+", "-", picture.title.lower()).strip("-")
-        name = f"{len(contents) + 1:02d}-{words}.{'png' if mime == 'image/png' else 'svg'}"
-        contents[name] = content
-        return f"![{picture.alternative}]({quote(f'{companion.name}/{name}')})"
-
-    text = markdown(document, show)
-    with replacing(companion) as partial:
-        partial.mkdir()
-        for name, content in contents.items():
-            (partial / name).write_bytes(content)
-    with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
-
-
-def _write_notebook(document: Document, tree: xr.DataTree, path: Path, companion: Path) -> None:
-    import nbformat
-
-    from workbench.io.store import export_netcdf
-    from workbench.reports.notebook import notebook
-
-    content = nbformat.writes(notebook(document, tree, companion.name))
-    export_netcdf(tree, companion, overwrite=True)
-    with replacing(path) as partial:
-        partial.write_text(content, encoding="utf-8")

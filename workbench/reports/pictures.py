@@ -19,70 +19,94 @@ if TYPE_CHECKING:
 #: With more marks than this, a PNG is smaller than an SVG.
 _MOST_MARKS = 1500
 _DPI = 110
+# fmt: off
+#: Picture -> function of `workbench.plots`, title, caption, and the text for those who do not see it.
+_PICTURES = {
+    "criteria": (
+        "criteria_bands", "Criteria against their healthy bands",
+        "Each mark is a criterion; the shaded column is its healthy band. Outside of the band the axis is compressed. "
+        "A triangle is at risk, a square is failing, and a hollow mark has no band or was not measured.",
+        "Marks of all criteria relative to a shaded healthy band; the table below contains the same numbers."),
+    "causes": (
+        "cause_bars", "Causes by probability",
+        "The length of a bar is the probability of the cause; causes in the set are colored.",
+        "One bar per cause, the most probable at the top; the table below contains the same numbers."),
+    "evidence": (
+        "evidence_bars", "Evidence for and against each cause",
+        "Bars to the right are evidence for the cause, bars to the left against it; +0.69 doubles the odds.",
+        "Diverging bars of the log-odds of every symptom, grouped by cause."),
+    "steps": (
+        "evidence_timeline", "Steps at which symptoms were observed",
+        "Each mark is a symptom at the step at which it was observed; its size is the weight of the symptom.",
+        "Marks of the symptoms along the steps of the run."),
+    "pilot": (
+        "pilot_losses", "Held-out loss vs. learning rate in the pilot",
+        "Each line is a round: held-out losses of the model that was run, after the updates of the round. The box "
+        "holds the rates estimated to be useful for the planned updates.",
+        "Held-out losses of the pilot runs against their learning rates."),
+    "eigenvalues": (
+        "eigenvalue_map", "Eigenvalues of every block",
+        "Each dot is a mode of one block in the complex plane, colored by depth. A mode outside of the unit circle "
+        "grows from block to block, a mode inside decays.",
+        "{n_modes} eigenvalues of {n_layers} blocks around the unit circle of the complex plane."),
+    "profile": (
+        "layer_profile", "Spectral measures by depth",
+        "One panel per measure, from the first block on the left to the last on the right. A hollow mark is a block "
+        "whose update is too small for a spectrum.",
+        "Near-unit mass, spectral radius, eigenvector condition and nonlinearity ratio of each block."),
+    "flow": (
+        "flow_map", "Flow of signal and gradient through the blocks",
+        "Size of the signal in the forward pass and of the gradient in the backward pass, from block to block.",
+        "Sizes of signal and gradient at every block."),
+    "hazards": (
+        "criteria_bands", "Hazards of precision and parallelism against their limits",
+        "Each mark is the emulated effect of one hazard; the shaded column is the harmless range.",
+        "Marks of the applicable hazards relative to a shaded harmless range."),
+}
+# fmt: on
+
+
+def picture(name: str, path: str, *, at: str = "", has_many_marks: bool = False, **words: int) -> Picture:
+    """Return a figure of the part of a tree at a path."""
+    figure, title, caption, alternative = _PICTURES[name]
+    path = "/".join(filter(None, (at.strip("/"), path)))
+    # A path may contain a name from a file, which must not become code.
+    data = f"tree[{json.dumps(path, ensure_ascii=False)}].to_dataset()"
+    data = f"pictures.hazards_as_criteria({data})" if name == "hazards" else data
+
+    def draw(tree: xr.DataTree, backend: str) -> Any:
+        from workbench import plots
+
+        part = tree[f"/{path}"].to_dataset()
+        return getattr(plots, figure)(hazards_as_criteria(part) if name == "hazards" else part, backend=backend)
+
+    code = f"wb.plots.{figure}({data})"
+    return Picture(title, caption, alternative.format(**words), draw, code, has_many_marks)
 
 
 def of_part(name: str, data: xr.Dataset, *, at: str = "") -> list[Block]:
     """Return the figures of a part of a tree; empty if there are none."""
-    path = "/".join(filter(None, (at.strip("/"), name)))
-    makers = {
-        "pilot": _pilot,
-        "spectra": _spectra,
-        "flow": _flow,
-        "hardware": _hardware,
-    }
-    return makers[name](data, path) if name in makers else []
-
-
-def criteria(*, at: str = "") -> Picture:
-    """Return the figure of all criteria and their healthy bands."""
-    path = "/".join(filter(None, (at.strip("/"), "criteria")))
-    return _picture(
-        "criteria_bands",
-        path,
-        "Criteria against their healthy bands",
-        "Each mark is a criterion; the shaded column is its healthy band. Outside of the band the axis is compressed. "
-        "A triangle is at risk, a square is failing, and a hollow mark has no band or was not measured.",
-        "Marks of all criteria relative to a shaded healthy band; the table below contains the same numbers.",
-    )
-
-
-def causes() -> list[Block]:
-    """Return the figure of the causes of a diagnosis by probability."""
-    return [
-        _picture(
-            "cause_bars",
-            "causes",
-            "Causes by probability",
-            "The length of a bar is the probability of the cause; causes in the set are colored.",
-            "One bar per cause, the most probable at the top; the table below contains the same numbers.",
-        )
-    ]
+    if name == "pilot" and "loss" in data and np.isfinite(data["loss"].values).any():
+        return [picture("pilot", name, at=at)]
+    if name == "spectra":
+        n_modes = int(np.isfinite(data["eigenvalue"].values).sum())
+        words = {"n_modes": n_modes, "n_layers": data.sizes["layer"]}
+        modes = picture("eigenvalues", name, at=at, has_many_marks=n_modes > _MOST_MARKS, **words)
+        return [modes, picture("profile", name, at=at)]
+    if name == "flow":
+        n_marks = sum(int(np.isfinite(values).sum()) for values in data.data_vars.values() if values.dtype.kind == "f")
+        return [picture("flow", name, at=at, has_many_marks=n_marks > _MOST_MARKS)]
+    if name == "hardware" and data["applies"].values.astype(bool).any():
+        return [picture("hazards", name, at=at)]
+    return []
 
 
 def evidence(evidence: xr.Dataset) -> list[Block]:
     """Return the figures of the evidence for and against the causes, and of its steps."""
     if not evidence.sizes.get("evidence", 0):
         return []
-    found: list[Block] = [
-        _picture(
-            "evidence_bars",
-            "evidence",
-            "Evidence for and against each cause",
-            "Bars to the right are evidence for the cause, bars to the left against it; +0.69 doubles the odds.",
-            "Diverging bars of the log-odds of every symptom, grouped by cause.",
-        )
-    ]
-    if (np.asarray(evidence["step"].values, dtype=float) >= 0).any():
-        found.append(
-            _picture(
-                "evidence_timeline",
-                "evidence",
-                "Steps at which symptoms were observed",
-                "Each mark is a symptom at the step at which it was observed; its size is the weight of the symptom.",
-                "Marks of the symptoms along the steps of the run.",
-            )
-        )
-    return found
+    has_steps = (np.asarray(evidence["step"].values, dtype=float) >= 0).any()
+    return [picture("evidence", "evidence"), *([picture("steps", "evidence")] if has_steps else [])]
 
 
 def image(picture: Picture, tree: xr.DataTree, *, pixels: bool = False) -> tuple[str, bytes]:
@@ -117,99 +141,6 @@ def hazards_as_criteria(hardware: xr.Dataset) -> xr.Dataset:
     columns = {new: ("criterion", data[old].values) for new, old in renamed.items()}
     columns["low"] = ("criterion", np.full(data.sizes["hazard"], np.nan))
     return xr.Dataset(columns, {"criterion": data["hazard"].values})
-
-
-def _picture(
-    figure: str,
-    path: str,
-    title: str,
-    caption: str,
-    alternative: str,
-    *,
-    prepare: str = "",
-    has_many_marks: bool = False,
-    **options: Any,
-) -> Picture:
-    """Return a figure of one part by `workbench.plots`; ``prepare`` names a function of this module for its data."""
-    # A path may contain a name from a file, which must not become code.
-    data = f"tree[{json.dumps(path, ensure_ascii=False)}].to_dataset()"
-    data = f"pictures.{prepare}({data})" if prepare else data
-    code = f"wb.plots.{figure}({', '.join([data, *(f'{key}={value!r}' for key, value in options.items())])})"
-
-    def draw(tree: xr.DataTree, backend: str) -> Any:
-        from workbench import plots
-
-        part = tree[f"/{path}"].to_dataset()
-        return getattr(plots, figure)(globals()[prepare](part) if prepare else part, **options, backend=backend)
-
-    return Picture(title, caption, alternative, draw, code, has_many_marks)
-
-
-def _pilot(pilot: xr.Dataset, path: str) -> list[Block]:
-    if "loss" not in pilot or not np.isfinite(pilot["loss"].values).any():
-        return []
-    return [
-        _picture(
-            "pilot_losses",
-            path,
-            "Held-out loss vs. learning rate in the pilot",
-            "Each line is a round: held-out losses of the model that was run, after the updates of the round. The box "
-            "holds the rates estimated to be useful for the planned updates.",
-            "Held-out losses of the pilot runs against their learning rates.",
-        )
-    ]
-
-
-def _spectra(spectra: xr.Dataset, path: str) -> list[Block]:
-    n_modes = int(np.isfinite(spectra["eigenvalue"].values).sum())
-    return [
-        _picture(
-            "eigenvalue_map",
-            path,
-            "Eigenvalues of every block",
-            "Each dot is a mode of one block in the complex plane, colored by depth. A mode outside of the unit circle "
-            "grows from block to block, a mode inside decays.",
-            f"{n_modes} eigenvalues of {spectra.sizes['layer']} blocks around the unit circle of the complex plane.",
-            has_many_marks=n_modes > _MOST_MARKS,
-        ),
-        _picture(
-            "layer_profile",
-            path,
-            "Spectral measures by depth",
-            "One panel per measure, from the first block on the left to the last on the right. A hollow mark is a "
-            "block whose update is too small for a spectrum.",
-            "Near-unit mass, spectral radius, eigenvector condition and nonlinearity ratio of each block.",
-        ),
-    ]
-
-
-def _flow(flow: xr.Dataset, path: str) -> list[Block]:
-    n_marks = sum(int(np.isfinite(values).sum()) for values in flow.data_vars.values() if values.dtype.kind == "f")
-    return [
-        _picture(
-            "flow_map",
-            path,
-            "Flow of signal and gradient through the blocks",
-            "Size of the signal in the forward pass and of the gradient in the backward pass, from block to block.",
-            "Sizes of signal and gradient at every block.",
-            has_many_marks=n_marks > _MOST_MARKS,
-        )
-    ]
-
-
-def _hardware(hardware: xr.Dataset, path: str) -> list[Block]:
-    if not hardware["applies"].values.astype(bool).any():
-        return []
-    return [
-        _picture(
-            "criteria_bands",
-            path,
-            "Hazards of precision and parallelism against their limits",
-            "Each mark is the emulated effect of one hazard; the shaded column is the harmless range.",
-            "Marks of the applicable hazards relative to a shaded harmless range.",
-            prepare="hazards_as_criteria",
-        )
-    ]
 
 
 def _smaller(png: bytes) -> bytes:

@@ -1,9 +1,12 @@
-"""Report as Markdown, with pictures in a folder next to it."""
+"""Formats of a report: one HTML page without scripts and network access, Markdown, and a notebook that redraws it."""
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
 
 from workbench.formatting import capitalized
 from workbench.reports.document import (
@@ -14,13 +17,41 @@ from workbench.reports.document import (
     Lead,
     Paragraph,
     Picture,
+    Quantity,
     ReportSection,
     ReportTable,
     Sentence,
     TableCell,
 )
-from workbench.reports.quantity import Quantity
+from workbench.reports.pictures import as_address, image
 from workbench.schema.statuses import CriterionState
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+def html(document: Document, tree: xr.DataTree) -> str:
+    """Return the page of a report."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    folder = files("workbench.reports")
+    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    environment.filters["kind"] = lambda block: type(block).__name__
+    environment.filters["capital"] = capitalized
+    images = {
+        f"{index}{section.key}": as_address(*image(block, tree))
+        for section in document.sections
+        for index, block in enumerate(section.blocks)
+        if isinstance(block, Picture)
+    }
+    return environment.from_string(folder.joinpath("page.html.jinja").read_text(encoding="utf-8")).render(
+        document=document,
+        places=document.places,
+        images=images,
+        css=Markup(folder.joinpath("page.css").read_text(encoding="utf-8")),
+    )
+
 
 #: State -> symbol next to its word.
 _SYMBOLS: dict[str, str] = {
@@ -142,3 +173,51 @@ def _item(item: Item, place: int) -> str:
 
 def _symbol(state: str) -> str:
     return f"{_SYMBOLS[state]} " if state in _SYMBOLS else ""
+
+
+_OPENING = """import workbench as wb
+from workbench.widgets import show
+from workbench.reports import pictures
+
+tree = wb.open_run({name!r})  # all measurements, saved next to this notebook
+tree"""
+
+
+def notebook(document: Document, tree: xr.DataTree, data_name: str) -> dict[str, Any]:
+    """Return the notebook, with the pictures of its cells as outputs."""
+    from nbformat import v4
+
+    opening = f"The next cell opens `{data_name}`, from which the cells below redraw the pictures."
+    cells = [v4.new_markdown_cell(f"{head(document)}\n\n{opening}"), v4.new_code_cell(_OPENING.format(name=data_name))]
+    for section in document.sections:
+        cells += _section_cells(section, tree)
+    cells.append(v4.new_markdown_cell(foot(document)))
+    for place, cell in enumerate(cells):  # the ids of nbformat are random
+        cell["id"] = f"cell-{place}"
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    return v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
+
+
+def _section_cells(section: ReportSection, tree: xr.DataTree) -> list[Any]:
+    from nbformat import v4
+
+    found: list[Picture] = []
+
+    def mark(picture: Picture) -> str:
+        found.append(picture)
+        return f"\0{id(found)} {len(found) - 1}\0"  # which no name in the text can be
+
+    cells = []
+    # Text between two marks becomes one cell; a picture becomes a cell with its code and the image as output.
+    lines = section_lines(section, mark)
+    for place, text in enumerate(re.split(rf"\x00{id(found)} (\d+)\x00", "\n\n".join(lines))):
+        if place % 2 == 0:
+            if text.strip():
+                cells.append(v4.new_markdown_cell(text.strip()))
+            continue
+        picture = found[int(text)]
+        _, content = image(picture, tree, pixels=True)
+        drawn = {"image/png": base64.b64encode(content).decode(), "text/plain": picture.alternative}
+        output = v4.new_output("display_data", data=drawn)
+        cells.append(v4.new_code_cell(f"show({picture.code})", outputs=[output]))
+    return cells
