@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from tests.diagnosis.records import descent, monitors, record
 from workbench.diagnosis import find_failure
-from workbench.diagnosis.failure import running_median
+from workbench.diagnosis.failed_run import running_median
 
 
 @settings(max_examples=25, deadline=None)

@@ -6,10 +6,16 @@ import torch
 
 import workbench as wb
 from tests.diagnosis.records import descent, monitors, record
-from workbench.diagnosis.experiment_changes import ReplaySchedule, ShiftedTask, UpdateLimit, shifted, stabilize_routers
 from workbench.diagnosis.experiment_runs import _have_failed, _is_lower
-from workbench.diagnosis.experiments import propose
-from workbench.diagnosis.failure import find_failure
+from workbench.diagnosis.experiments import (
+    ReplaySchedule,
+    ShiftedTask,
+    UpdateLimit,
+    propose,
+    shifted,
+    stabilize_routers,
+)
+from workbench.diagnosis.failed_run import find_failure
 from workbench.diagnosis.ranking import Rules
 from workbench.schema.statuses import FailureKind
 

@@ -15,8 +15,7 @@ from workbench.diagnosis.causes import ALL_CAUSES, UNKNOWN
 from workbench.diagnosis.checkpoint_evidence import checkpoints_of, measure_weights
 from workbench.diagnosis.experiments import Experiment, propose
 from workbench.diagnosis.facts import WEIGHT, RunFact, read_facts, settle
-from workbench.diagnosis.failed_run import Record, read_record
-from workbench.diagnosis.failure import Failure, find_failure
+from workbench.diagnosis.failed_run import Failure, Record, find_failure, read_record
 from workbench.diagnosis.ranking import COVERAGE, Rules, view_of
 from workbench.diagnosis.symptoms import Symptom, read_symptoms
 from workbench.diagnosis.unseen import unseen_in

@@ -20,10 +20,8 @@ from workbench.callbacks.train import train
 from workbench.diagnosis.causes import CAUSES
 from workbench.diagnosis.checkpoint_evidence import check_fits, checkpoints_of
 from workbench.diagnosis.diagnose import answer_of
-from workbench.diagnosis.experiment_changes import ACT_ON, ReplaySchedule, ShiftedTask, change_model, shifted
-from workbench.diagnosis.experiments import FIXED_COST
-from workbench.diagnosis.failed_run import Record, read_record
-from workbench.diagnosis.failure import running_median
+from workbench.diagnosis.experiments import ACT_ON, FIXED_COST, ReplaySchedule, ShiftedTask, change_model, shifted
+from workbench.diagnosis.failed_run import Record, read_record, running_median
 from workbench.diagnosis.ranking import REPLAYED, Rules
 from workbench.errors import CheckpointError, OptionError
 from workbench.io.progress import Progress

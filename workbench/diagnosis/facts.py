@@ -18,8 +18,7 @@ from workbench.callbacks.alarms.probe_alarms import LIMITS_SIGNAL, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import observations
 from workbench.callbacks.alarms.watched import WATCHED
 from workbench.diagnosis.causes import UNKNOWN
-from workbench.diagnosis.failed_run import Record
-from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.failed_run import Failure, Record
 from workbench.diagnosis.symptoms import Symptom
 from workbench.diagnosis.unseen import labels_of_probe
 from workbench.formatting import counted, listed, percent, short

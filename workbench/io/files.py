@@ -1,4 +1,4 @@
-"""The door for files of users: regular and readable, of bounded size and depth, decoded, and of the expected kind."""
+"""Files that users give: reading them with one kind of error, and the folder of downloaded ones."""
 
 from __future__ import annotations
 
@@ -123,3 +123,10 @@ def as_path(path: Any, name: str = "path") -> Path:
     if not isinstance(path, str | os.PathLike) or not isinstance(text := os.fspath(path), str) or "\0" in text:
         raise OptionError.of(name, path, "a path")
     return Path(path)
+
+
+def cache_folder() -> Path:
+    """Return the folder of downloaded checkpoints: $WORKBENCH_CACHE, or a folder in the cache of the user."""
+    if "WORKBENCH_CACHE" in os.environ:
+        return Path(os.environ["WORKBENCH_CACHE"]).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "stability-workbench"

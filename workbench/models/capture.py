@@ -16,7 +16,7 @@ from torch import nn
 
 from workbench.errors import SnapshotError, StoreError
 from workbench.io.atomic import replacing
-from workbench.io.cache import cache_folder
+from workbench.io.files import cache_folder
 from workbench.io.memory import give_back
 from workbench.io.progress import n_cores
 from workbench.koopman.dmd import DmdOptions

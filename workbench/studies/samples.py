@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import CheckpointError, StoreError
-from workbench.io.cache import cache_folder
+from workbench.io.files import cache_folder
 from workbench.models.checkpoint import open_checkpoint
 from workbench.option_checks import publish
 

@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from workbench.diagnosis.failed_run import Record
-from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.failed_run import Failure, Record
 from workbench.diagnosis.symptoms.model_symptoms import model_symptoms
 from workbench.diagnosis.symptoms.symptom import Symptom, in_steps
 from workbench.diagnosis.symptoms.training_symptoms import training_symptoms

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from workbench.diagnosis.failed_run import Record
-from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.failed_run import Failure, Record
 from workbench.diagnosis.symptoms.symptom import Symptom, finite_log10, ramp, symptom_of
 from workbench.formatting import counted
 

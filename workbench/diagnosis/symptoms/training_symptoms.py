@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from workbench.diagnosis.failed_run import Record
-from workbench.diagnosis.failure import Failure
+from workbench.diagnosis.failed_run import Failure, Record
 from workbench.diagnosis.symptoms.symptom import Symptom, finite_log10, fold, in_steps, ramp, symptom_of
 from workbench.formatting import capitalized
 from workbench.schema.statuses import FailureKind, SymptomKind
