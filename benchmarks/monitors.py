@@ -31,7 +31,7 @@ from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.options import CADENCE
 from workbench.callbacks.recorder.probes import SPECTRA_OF_HEADS
-from workbench.callbacks.watching.watch import Watch
+from workbench.callbacks.watch import Watch
 from workbench.io.provenance import versions
 from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter

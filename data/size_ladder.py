@@ -12,7 +12,7 @@ from torch import nn
 from workbench.callbacks.train import train
 from workbench.scaling.designs import Design
 from workbench.tasks import Task
-from workbench.training.step_record import StepRecord
+from workbench.training.callback import StepRecord
 
 #: Learning rates are tried on a grid of powers of this factor.
 GRID = 2.0

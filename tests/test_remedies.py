@@ -32,7 +32,7 @@ FOREIGN = frozenset(
 ELSEWHERE = {
     ("workbench.plots.figure_files.save", "backend"): "the function that drew the figure",
     ("workbench.models.streaming.StreamingChoice.is_streamed", "strict"): "the call that had this option",
-    ("workbench.callbacks.gathering.gather", "store"): "wb.train, which alone takes a recorder by this name",
+    ("workbench.callbacks.train.gather", "store"): "wb.train, which alone takes a recorder by this name",
 }
 #: A call of these without this argument writes nothing, and so never raises a sentence about what it writes.
 RECORDS = {"workbench.training.loop.Training": "recording", "workbench.callbacks.train.train": "store"}

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     import xarray as xr
     from torch import nn
 
-    from workbench.callbacks.actions import Actions
     from workbench.callbacks.alarms import Alarms
     from workbench.callbacks.faults import Fault
+    from workbench.callbacks.guard import Actions
     from workbench.callbacks.kss import KSS
     from workbench.callbacks.recorder import Recorder
     from workbench.widgets.live.history import RunHistory, StepNews

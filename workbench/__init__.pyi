@@ -20,15 +20,15 @@ from .assessment.assess import compare_designs as compare_designs
 from .callbacks import alarms as alarms
 from .callbacks import baselines as baselines
 from .callbacks import faults as faults
-from .callbacks.actions import Actions as Actions
 from .callbacks.adapters import lightning_callback as lightning_callback
 from .callbacks.adapters import trainer_callback as trainer_callback
 from .callbacks.alarms import Alarms as Alarms
+from .callbacks.guard import Actions as Actions
 from .callbacks.kss import KSS as KSS
 from .callbacks.kss import KSSOptions as KSSOptions
 from .callbacks.recorder import Recorder as Recorder
 from .callbacks.train import train as train
-from .callbacks.watching.watch import watch as watch
+from .callbacks.watch import watch as watch
 from .diagnosis.diagnose import diagnose as diagnose
 from .diagnosis.experiment_runs import run_experiment as run_experiment
 from .errors import WorkbenchError as WorkbenchError

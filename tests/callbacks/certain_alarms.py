@@ -7,5 +7,11 @@ import numpy as np
 from workbench.callbacks.alarms import Alarms, Attributor
 
 
+def with_attributor(attributor, **options):
+    alarms = Alarms(**options)
+    alarms.attributor = attributor
+    return alarms
+
+
 def certain_alarms(cause="large_rate", **options):
-    return Alarms(attributor=Attributor(("other", cause), (), np.zeros((2, 0)), np.array([0.0, 9.0])), **options)
+    return with_attributor(Attributor(("other", cause), (), np.zeros((2, 0)), np.array([0.0, 9.0])), **options)

@@ -13,7 +13,7 @@ from tests.about import says
 from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
 from tests.callbacks.test_kss_loops import gpt2
 from tests.small_training import same_weights
-from workbench.callbacks.gathering import gather
+from workbench.callbacks.train import gather
 from workbench.errors import StoreError
 from workbench.training.callback import TrainingRun
 
@@ -31,7 +31,7 @@ def everything():
         wb.baselines.RandomL2(0.5),
         wb.Recorder(every={"attention": 2}),
         wb.Alarms(),
-        wb.Actions(policy={}, otherwise=("cut_rate",)),
+        wb.Actions(policy={"otherwise": ("cut_rate",)}),
     )
 
 
@@ -61,7 +61,7 @@ class TestOneCallbackForSeveralTrainings:
         assert same_weights(first, control)
 
     def test_a_reduced_learning_rate_ends_with_its_training(self):
-        (guard,) = gather([wb.Recorder(every=None), wb.Alarms(), wb.Actions(policy={}, otherwise=("cut_rate",))])
+        (guard,) = gather([wb.Recorder(every=None), wb.Alarms(), wb.Actions(policy={"otherwise": ("cut_rate",)})])
         for resumes, factor in ((True, 0.5), (False, 1.0)):
             model = gpt2()
             guard.setup(TrainingRun(model, torch.optim.SGD(model.parameters(), 0.1), lambda event: None))
@@ -193,34 +193,6 @@ class TestHuggingFace:
         subject.train()
         assert other.count("change_batch") == other.count("begin_step") == 4
         assert not model._forward_pre_hooks
-
-    def test_a_failed_training_may_be_restarted_immediately(self, tmp_path):
-        model, watching, fails = without_dropout(gpt2), Watching(), FailsAt(2)
-        subject = trainer(model, tmp_path, wb.trainer_callback(watching, fails), max_steps=4)
-        with pytest.raises(KeyError):
-            subject.train()
-        fails.step, watching.calls = None, []
-        subject.train()
-        assert watching.count("change_batch") == 4
-        assert not model._forward_pre_hooks
-
-    def test_the_loss_of_a_smaller_batch_is_a_mean(self, tmp_path):
-        losses = []
-        for callbacks in ((), (wb.trainer_callback(wb.faults.small_batch(n_rows=1, start=0)),)):
-            subject = trainer(without_dropout(gpt2), tmp_path, *callbacks, max_steps=1)
-            subject.train()
-            losses.append(next(row["loss"] for row in subject.state.log_history if "loss" in row))
-        assert losses[1] == pytest.approx(losses[0], rel=0.2)
-        assert losses[1] != losses[0]
-
-    def test_other_options_than_those_of_the_checkpoint_are_rejected(self, tmp_path):
-        options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-        trainer(gpt2(), tmp_path, wb.trainer_callback(wb.baselines.RandomL2(0.1)), **options).train()
-        other = trainer(
-            gpt2(), tmp_path, wb.trainer_callback(wb.baselines.RandomL2(0.5)), **{**options, "max_steps": 4}
-        )
-        with pytest.raises(StoreError, check=says("resume with the same options, or start a new run.")):
-            other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
     def test_states_that_json_would_change_are_restored(self, tmp_path):
         options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}

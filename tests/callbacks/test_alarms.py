@@ -6,8 +6,9 @@ import xarray as xr
 
 import workbench as wb
 from tests.about import about, says
+from tests.callbacks.certain_alarms import with_attributor
 from tests.data_scripts import load_script
-from workbench.callbacks.alarms import WATCHED, Alarms, observations
+from workbench.callbacks.alarms import WATCHED, observations
 from workbench.callbacks.alarms.replaying import lead_time, replay
 from workbench.callbacks.recorder import Observation
 from workbench.errors import OptionError, SchemaError
@@ -24,7 +25,7 @@ def attributor():
 
 @pytest.fixture
 def alarms(attributor):
-    return Alarms(attributor=attributor)
+    return with_attributor(attributor)
 
 
 def measurements(n=700, *, broken=None, loss_from=None, layers=(0, 2)):
@@ -82,12 +83,12 @@ def test_the_onset_and_the_cause_are_known_at_the_alarm(alarms):
 def test_the_cause_follows_from_the_first_alarm_of_a_change(attributor):
     """Consequences, here of the loss, would point to another cause."""
     attributor = fit_attributor([({"effective_rank D2": 2.0}, "low_precision_attention"), ({"loss": 2.0}, "other")] * 5)
-    alarms, causes = Alarms(attributor=attributor), {}
+    alarms, causes = with_attributor(attributor), {}
     for observation in measurements(broken=500, loss_from=530):
         for alarm in alarms.observe(observation):
             causes.setdefault(alarm.signal, alarms.attribute().cause)
     assert causes["loss"] == causes["effective_rank D2"] == "low_precision_attention"
-    alone = Alarms(attributor=attributor)
+    alone = with_attributor(attributor)
     heard(alone, measurements(loss_from=530))
     assert alone.attribute().cause == "other"
 
@@ -108,7 +109,7 @@ def test_a_fault_excluded_by_a_probe_is_not_the_cause(alarms):
 def test_alarms_are_causal(alarms, attributor):
     """Later observations do not change earlier alarms."""
     whole = heard(alarms, measurements(broken=500))
-    until = heard(Alarms(attributor=attributor), measurements(560, broken=500))
+    until = heard(with_attributor(attributor), measurements(560, broken=500))
     assert until == [alarm for alarm in whole if alarm.step < 560] != []
 
 
@@ -116,7 +117,7 @@ def test_alarms_are_causal(alarms, attributor):
 def test_a_larger_rate_of_false_alarms_leads_to_earlier_alarms(attributor):
     steps = []
     for rate in (100.0, 1.0, 1e-4):
-        alarms = wb.Alarms(false_alarms=rate, attributor=attributor)
+        alarms = with_attributor(attributor, false_alarms=rate)
         steps.append(next(alarm.step for alarm in heard(alarms, measurements(loss_from=450)) if alarm.signal == "loss"))
     assert 450 < steps[0] <= steps[1] <= steps[2]
     alarms.false_alarms = 0.5
@@ -124,7 +125,7 @@ def test_a_larger_rate_of_false_alarms_leads_to_earlier_alarms(attributor):
     with pytest.raises(OptionError, check=about("false_alarms", -2)):
         alarms.false_alarms = -2
     with pytest.raises(OptionError, check=about("false_alarms", 0)):
-        wb.Alarms(false_alarms=0, attributor=attributor)
+        wb.Alarms(false_alarms=0)
 
 
 def test_a_signal_that_becomes_nan_raises_an_alarm(alarms):
@@ -188,7 +189,7 @@ def as_run(stream):
 def test_a_replay_of_the_record_raises_the_same_alarms(alarms, attributor):
     live = heard(alarms, measurements(broken=500, loss_from=540))
     run = as_run(measurements(broken=500, loss_from=540))
-    assert replay(run, Alarms(attributor=attributor)) == live != []
+    assert replay(run, with_attributor(attributor)) == live != []
     order = [(observation.step, observation.part) for observation in observations(run)]
     assert order == [(observation.step, observation.part) for observation in measurements()]
     with pytest.raises(SchemaError, check=says("The run has no monitors to replay; record it with")):
@@ -225,11 +226,6 @@ def test_labels_that_are_no_longer_tokens_raise_an_alarm_immediately(alarms):
     assert alarms.attribute().cause == "corrupted_data"
 
 
-@pytest.mark.parametrize("agreements", [[0.9, *[1.0] * 40, 0.5], [1.0] * 19 + [0.5] * 5, [np.nan] * 40 + [0.5]])
-def test_labels_that_are_not_tokens_raise_no_alarm(alarms, agreements):
-    assert heard(alarms, labelled(agreements)) == []
-
-
 @pytest.mark.parametrize(("n", "signal", "delay"), [(10, "data", 5), (9, "limits", 19)])
 def test_positions_that_begin_to_see_later_tokens_raise_one_alarm(alarms, n, signal, delay):
     """Rounding explains 0.005, batches without a pair have NaN, and 0.02 may be either."""
@@ -246,11 +242,3 @@ def test_lead_times_with_missing_alarms():
     assert np.isnan(lead_time([]).steps)
     assert not lead_time([]).is_first
     assert lead_time([], divergence=9).divergence == 9
-
-
-def test_the_shipped_files_can_be_opened():
-    alarms = Alarms()
-    assert heard(alarms, measurements(layers=(0, 1))) == []
-    assert set(alarms.calibration.tails) <= {watched.name for watched in WATCHED}
-    assert set(alarms.attributor.causes) >= {"low_precision_attention", "corrupted_data"}
-    assert alarms.calibration.n_steps >= 100_000

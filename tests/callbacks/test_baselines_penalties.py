@@ -12,7 +12,7 @@ from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from tests.training.test_resuming import assert_resumes_bit_for_bit
 from workbench.callbacks.baselines.penalties import PenaltyTerms, Stream, pulled_back_square
-from workbench.errors import AnatomyError, OptionError, StoreError
+from workbench.errors import AnatomyError, OptionError
 
 baselines = wb.baselines
 ALL = [baselines.GradientPenalty(), baselines.RandomL2(), baselines.JacobianPenalty(), baselines.ActivationVariance()]
@@ -88,11 +88,6 @@ def test_the_jacobian_penalty_estimates_the_dense_norm_without_bias(make_model, 
     assert error < 0.02 * np.mean(expected)
 
 
-def test_the_jacobian_penalty_of_the_identity_is_one(batch, make_model):
-    model = make_model("none", initialization="rezero")
-    assert value_of(baselines.JacobianPenalty(1.0, layers="all"), model, batch).item() == 1.0
-
-
 def test_the_variance_agrees_with_numpy(make_model, batch):
     model = make_model("none", init_std=0.3)
     _, stream = explicit_pass(model, batch[0])
@@ -149,17 +144,6 @@ def test_the_gradient_of_the_penalty_against_finite_differences(make_model, batc
     assert (values[0] - values[1]) / (2 * size) == pytest.approx(square, rel=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.medium
-@pytest.mark.parametrize("penalty", ALL, ids=name_of)
-def test_training_with_a_large_coefficient_reduces_the_penalty(make_model, task, penalty):
-    strong = type(penalty)(100.0)
-    settings = {"n_steps": 60, "learning_rate": 5e-3, "loss_limit": math.inf, "grad_norm_limit": math.inf}
-    records = list(wb.train(make_model("none", init_std=0.2), task, penalties=[strong], **settings))
-    losses = [record.auxiliary_loss for record in records]
-    assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
-
-
 def test_the_loop_adds_the_penalty_to_the_loss_and_records_it_separately(make_model, task):
     penalty = baselines.GradientPenalty(0.5)
     model, reference = make_model("none"), make_model("none")
@@ -196,12 +180,6 @@ def test_penalties_do_not_change_dropout_or_global_random_states(task):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_penalty_with_an_interval_acts_only_in_some_steps(make_model, task):
-    penalties = [baselines.ActivationVariance(1.0, interval=3)]
-    terms = [record.auxiliary_loss for record in wb.train(make_model(), task, n_steps=7, penalties=penalties)]
-    assert [not math.isnan(term) for term in terms] == [True, False, False, True, False, False, True]
-
-
 def test_penalties_are_added_to_the_auxiliary_loss_of_the_model(task):
     model = wb.zoo.moe(d_model=16, n_layers=2, n_heads=2, vocab_size=32, max_length=16, n_experts=4, init_std=0.3)
     of_model = next(wb.train(model, task, n_steps=1, learning_rate=1e-9)).auxiliary_loss
@@ -226,15 +204,6 @@ def test_penalties_act_in_the_closure_of_lbfgs(make_model, task):
     list(wb.train(model, task, penalties=[penalty], **settings))
     list(wb.train(control, task, **settings))
     assert value_of(penalty, model, task.batch(9)) < 0.5 * value_of(penalty, control, task.batch(9))
-
-
-def test_a_run_cannot_be_resumed_with_other_penalties(make_model, task, tmp_path):
-    settings = {"n_steps": 4, "checkpoints": tmp_path, "checkpoint_every": 2}
-    list(wb.train(make_model(), task, penalties=[baselines.RandomL2(0.5)], **settings))
-    with pytest.raises(StoreError, check=says("resume with the same configuration, or start another run.")):
-        wb.train(make_model(), task, penalties=[baselines.RandomL2(0.25)], resume=True, **settings)
-    with pytest.raises(StoreError, check=says("but this call has nothing; resume with the same")):
-        wb.train(make_model(), task, resume=True, **settings)
 
 
 def test_two_penalties_of_a_kind_are_both_described(make_model):
@@ -267,26 +236,12 @@ def test_other_architectures_train_with_every_penalty(make_model, task, family, 
     assert all(math.isfinite(record.auxiliary_loss) and record.auxiliary_loss > 0 for record in records)
 
 
-def test_penalties_in_mixed_precision(make_model, task):
-    full, mixed = (
-        next(wb.train(make_model(init_std=0.2), task, n_steps=1, precision=precision, penalties=ALL)).auxiliary_loss
-        for precision in ("float32", "bfloat16")
-    )
-    assert mixed == pytest.approx(full, rel=0.05)
-
-
 def test_penalties_with_a_frozen_embedding(make_model, task):
     model = make_model("none")
     model.token_embedding.requires_grad_(False)
     model.position_embedding.requires_grad_(False)
     record = next(wb.train(model, task, n_steps=1, penalties=ALL))
     assert record.auxiliary_loss > 0
-
-
-def test_hooks_are_removed_after_training(make_model, task):
-    model = make_model()
-    list(wb.train(model, task, n_steps=2, penalties=ALL))
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 def test_a_model_without_blocks_is_rejected_before_a_store_is_created(task, tmp_path):
@@ -309,24 +264,10 @@ def test_unknown_blocks_and_blocks_that_do_not_run_raise(make_model, task):
         penalty_of(torch.zeros(()))
 
 
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: baselines.GradientPenalty(-1.0), about("coefficient", -1.0)),
-        (lambda: baselines.GradientPenalty(math.nan), about("coefficient")),
-        (lambda: baselines.RandomL2(interval=0), about("interval", 0)),
-        (lambda: baselines.RandomL2(layers="some"), about("layers", "some", ("half", "all"))),
-        (lambda: baselines.RandomL2(token_share=0.0), about("token_share", 0.0)),
-        (lambda: baselines.JacobianPenalty(n_projections=0), about("n_projections", 0)),
-    ],
-)
-def test_invalid_options_are_rejected(make, error):
-    with pytest.raises(OptionError, check=error):
-        make()
-
-
 def test_invalid_lists_are_rejected(make_model, task):
     with pytest.raises(OptionError, check=about("penalties", "RandomL2")):
         wb.train(make_model(), task, n_steps=1, penalties=baselines.RandomL2())
     with pytest.raises(OptionError, check=about("penalties", 0.1)):
         wb.train(make_model(), task, n_steps=1, penalties=[0.1])
+    with pytest.raises(OptionError, check=about("token_share", 0.0)):  # of a class that users may derive from
+        baselines.RandomL2(token_share=0.0)

@@ -6,8 +6,7 @@ import workbench as wb
 from tests.about import about, says
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
-from tests.training.test_resuming import assert_resumes_bit_for_bit
-from workbench.errors import CheckpointError, OptionError, StoreError
+from workbench.errors import CheckpointError, OptionError
 
 baselines = wb.baselines
 BOTH = [baselines.SpectralNorm(), baselines.WeightNorm()]
@@ -40,16 +39,6 @@ def test_spectral_norm_bounds_the_linear_maps_of_the_blocks_during_training(make
     assert norms[-1] < 1.01
     list(wb.train(control, task, n_steps=30, learning_rate=rate))
     assert max(norms_of(control)) > 1.5  # otherwise there is nothing to bound
-
-
-def test_one_power_iteration_is_not_enough_in_the_first_steps(make_model, task):
-    model = make_model("none", d_model=32)
-    baselines.SpectralNorm(1).apply(model)
-    norms = []
-    for _ in wb.train(model, task, n_steps=10, learning_rate=5e-2):
-        norms.append(max(norms_of(model)))
-        model.train()
-    assert max(norms) > 1.5
 
 
 def test_reading_a_weight_in_eval_mode_changes_no_state(make_model, task):
@@ -86,29 +75,6 @@ def test_weight_norm_changes_nothing_at_first(make_model, task):
     assert torch.allclose(model(tokens), before, atol=1e-6)
 
 
-def test_weight_norm_learns_a_length_for_each_output(make_model):
-    model = make_model("none")
-    weight = model.blocks[0].mlp.up.weight.detach().clone()
-    baselines.WeightNorm().apply(model)
-    length, direction = model.blocks[0].mlp.up.parametrizations.weight.parameters()
-    assert torch.allclose(length[:, 0], weight.norm(dim=1))
-    assert direction.shape == weight.shape
-    hugging_face = dropout_model()
-    baselines.WeightNorm().apply(hugging_face, torch.zeros(1, 4, dtype=torch.int64))
-    conv = hugging_face.transformer.h[0].mlp.c_fc
-    length, direction = conv.parametrizations.weight.parameters()
-    assert length.shape == (1, conv.nf)  # Conv1D keeps (in, out)
-
-
-@pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
-def test_only_the_linear_maps_of_the_blocks_are_parametrized(make_model, parametrization):
-    model = make_model()
-    parametrization.apply(model)
-    parametrized = {name for name, module in model.named_modules() if parametrize.is_parametrized(module)}
-    linear = {name for name, m in make_model().named_modules() if isinstance(m, torch.nn.Linear)}
-    assert parametrized == linear - {"head"}
-
-
 @pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
 def test_removing_a_parametrization_keeps_the_function_of_the_model(make_model, task, parametrization, tmp_path):
     model = make_model("none")
@@ -126,29 +92,6 @@ def test_removing_a_parametrization_keeps_the_function_of_the_model(make_model, 
     assert same_weights(wb.open_checkpoint(tmp_path).model, model)
 
 
-def test_removing_a_parametrization_keeps_the_training_mode(make_model):
-    model = make_model()
-    model.blocks[0].eval()
-    modes = [module.training for module in model.modules()]
-    baselines.SpectralNorm().apply(model)()
-    assert [module.training for module in model.modules()] == modes
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
-def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(make_model, task, tmp_path, parametrization):
-    def make():
-        model = make_model("none")
-        parametrization.apply(model)
-        return model
-
-    settings = {"n_steps": 6, "checkpoint_every": 2, "learning_rate": 1e-2}
-    assert_resumes_bit_for_bit(make, task, tmp_path, **settings)
-    with pytest.raises(StoreError) as error:
-        wb.train(make_model("none"), task, checkpoints=tmp_path / "b", resume=True, **settings)
-    assert "model.parametrizations.UnitNorm(n_iterations=8)" in str(error.value) or "n_weights" in str(error.value)
-
-
 def test_a_parametrized_model_is_saved_only_in_checkpoints_of_a_run(make_model, task, tmp_path):
     model = make_model("none")
     baselines.SpectralNorm().apply(model)
@@ -157,14 +100,6 @@ def test_a_parametrized_model_is_saved_only_in_checkpoints_of_a_run(make_model, 
     list(wb.train(model, task, n_steps=2, checkpoints=tmp_path, checkpoint_every=2))
     opened, tokens = wb.open_checkpoint(tmp_path / "step-00000002"), task.batch(0)[0]
     assert torch.allclose(opened.model(tokens), model.eval()(tokens), atol=1e-6)
-
-
-def test_global_random_states_are_unchanged(make_model):
-    before, models = torch.get_rng_state(), [make_model(), make_model()]
-    for model in models:
-        baselines.SpectralNorm().apply(model)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert same_weights(*models)
 
 
 @pytest.mark.parametrize("parametrization", BOTH, ids=name_of)

@@ -177,24 +177,6 @@ class TestTheProtocol:
         with pytest.raises(OptionError, check=error):
             wb.train(make_model(), task, n_steps=1, callbacks=callbacks())
 
-    @pytest.mark.parametrize(
-        ("name", "value", "found"),
-        [
-            ("kss", True, True),
-            ("kss", wb.KSS, "KSS"),
-            ("kss", nn.Linear(2, 2), "Linear"),
-            ("recorder", "runs/x.zarr", "runs/x.zarr"),
-            ("alarms", True, True),
-            ("actions", {}, {}),
-            ("faults", 3, 3),
-            ("faults", [wb.faults.LargeRate], "LargeRate"),
-            ("penalties", wb.baselines.RandomL2, "RandomL2"),
-        ],
-    )
-    def test_keywords_of_another_type_are_rejected(self, make_model, task, name, value, found):
-        with pytest.raises(OptionError, check=about(name, found)):
-            wb.train(make_model(), task, n_steps=1, **{name: value})
-
     def test_a_path_in_place_of_a_recorder_is_explained(self, make_model, task):
         with pytest.raises(OptionError, match=r"recorder=wb.Recorder\(\), and the path as store="):
             wb.train(make_model(), task, n_steps=1, recorder="runs/x.zarr")
@@ -210,10 +192,6 @@ class TestTheProtocol:
         for adapter in (wb.trainer_callback, wb.lightning_callback):
             with pytest.raises(OptionError, check=about("callbacks", ("NotesLosses", "KSS"))):
                 adapter([NotesLosses(), wb.KSS()])
-
-    def test_invalid_alarms_of_a_recorder_are_rejected(self):
-        with pytest.raises(OptionError, check=about("alarms", True)):
-            wb.Recorder(alarms=True)
 
     def test_after_an_error_in_a_callback_all_hooks_are_removed(self, make_model, task):
         class Fails(wb.Callback):
@@ -307,12 +285,6 @@ class TestResuming:
         shutil.rmtree(tmp_path / "run.checkpoints" / "step-00000005")
         return settings
 
-    def test_the_record_is_unchanged_until_the_run_continues(self, make_model, task, tmp_path):
-        settings = self.stopped(make_model, task, tmp_path)
-        run = wb.train(make_model(), task, resume=True, **settings)
-        assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 5
-        assert next(run).step == 4
-
     def test_missing_callbacks_are_rejected(self, make_model, task, tmp_path):
         settings = self.stopped(make_model, task, tmp_path, recorder=wb.Recorder(every=None))
         with pytest.raises(StoreError, check=says("was trained with a recorder; resume with the same")):
@@ -377,18 +349,6 @@ class TestInOtherTrainers:
         fault = getattr(wb.faults, name)(start=0)
         with pytest.raises(OptionError, check=about("faults", name)):
             trainer(gpt2(), tmp_path, wb.trainer_callback(fault)).train()
-
-    def test_the_learning_rate_is_restored_after_each_update(self, tmp_path):
-        class Half(wb.Callback):
-            rate_factor = 0.5
-
-        one, other = without_dropout(gpt2), without_dropout(gpt2)
-        options = {"optim": "sgd", "lr_scheduler_type": "constant", "max_steps": 2}
-        subject = trainer(one, tmp_path, wb.trainer_callback(Half()), learning_rate=0.1, **options)
-        subject.train()
-        trainer(other, tmp_path, learning_rate=0.05, **options).train()
-        assert all(torch.allclose(a, b, atol=1e-7) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-        assert subject.optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_the_signature_of_train_contains_all_settings():

@@ -6,12 +6,8 @@ import torch
 import xarray as xr
 
 import workbench as wb
-from tests.about import says
-from tests.callbacks.test_kss_integrations import trainer
-from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_recorder_alarms import loop, parts  # noqa: F401
 from workbench.callbacks.alarms import WATCHED, Calibration, Observation, evidence_of
-from workbench.errors import SchemaError
 from workbench.io.run_writer import RunWriter
 
 pytestmark = pytest.mark.medium
@@ -73,23 +69,6 @@ def test_it_reaches_one_where_an_alarm_is_raised_and_not_before():
     assert np.isinf(broken.sel(step=slice(110, None)).max())
 
 
-def test_alarms_that_rest_have_no_evidence():
-    alarms = wb.Alarms()
-    alarms.rest(0, n_steps=120)
-    found = evidence_of(run_of(calm(150)), alarms)["evidence"].sel(signal="loss")
-    assert found["step"].values[np.isfinite(found.values)][0] == 129
-
-
-def test_the_part_follows_the_schema():
-    found = evidence_of(run_of(calm(40)))
-    assert wb.schema.runs.validate_part("evidence", found) is found
-    assert found["signal"].values.tolist() == NAMES
-    with pytest.raises(SchemaError, check=says("); rename or transpose it.")):
-        wb.schema.runs.validate_part("evidence", found.transpose())
-    empty = evidence_of(run_of(calm(3)))
-    assert empty["evidence"].shape == (0, len(NAMES))
-
-
 def test_a_custom_loop_writes_the_same_as_a_replay(parts, tmp_path):  # noqa: F811
     recorder = wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=alarms_of_exact_p())
     loop(recorder, 47, **parts, rate_from=999, broken_at=33)
@@ -101,19 +80,6 @@ def test_a_custom_loop_writes_the_same_as_a_replay(parts, tmp_path):  # noqa: F8
     assert {"grad_norm", "update_ratio", "adam_staleness"} <= set(stored["signal"].values[known.values])
     assert {9, 19, 29, 39} <= set(stored["step"].values.tolist())
     assert float(stored["evidence"].max()) >= 1
-
-
-def test_training_is_bitwise_identical_with_and_without_it(parts, tmp_path, monkeypatch):  # noqa: F811
-    fresh = {name: value.clone() for name, value in parts["model"].state_dict().items()}
-    loop(wb.Recorder(tmp_path / "a.zarr", every=EVERY, alarms=wb.Alarms()), 25, **parts)
-    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
-    model.load_state_dict(fresh)
-    anew = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "task": parts["task"]}
-    monkeypatch.setattr(wb.Alarms, "_evidence_row", lambda self, observation: None)
-    loop(wb.Recorder(tmp_path / "b.zarr", every=EVERY, alarms=wb.Alarms()), 25, **anew)
-    ends = parts["model"].state_dict()
-    assert all(torch.equal(value, ends[name]) for name, value in model.state_dict().items())
-    assert "evidence" not in wb.open_run(tmp_path / "b.zarr").children
 
 
 @pytest.mark.parametrize("has_part", [True, False])
@@ -173,14 +139,3 @@ def test_watching_writes_it_and_runs_without_alarms_have_none(parts, tmp_path): 
     xr.testing.assert_equal(run["evidence"].to_dataset(), evidence_of(run))
     loop(wb.Recorder(tmp_path / "b.zarr", every=EVERY), 12, **parts)
     assert "evidence" not in wb.open_run(tmp_path / "b.zarr").children
-
-
-@pytest.mark.framework
-@pytest.mark.usefixtures("quiet")
-def test_a_trainer_writes_it(tmp_path):
-    made = trainer(gpt2(), tmp_path, max_steps=22)
-    watched = wb.watch(made, store=tmp_path / "run.zarr", shows=False)
-    made.train()
-    run = wb.open_run(watched.path)
-    assert run["evidence"]["step"].values.tolist() == [9, 19]
-    xr.testing.assert_equal(run["evidence"].to_dataset(), evidence_of(run))

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.about import about, says
-from tests.small_training import same_weights
 from workbench.callbacks.faults.communication import in_buckets, ring_sum
 from workbench.errors import OptionError
 
@@ -33,12 +32,6 @@ def test_buckets_contain_each_parameter_once_from_the_last_to_the_first(sizes, d
     assert [i for bucket in buckets for i in bucket] == list(reversed(range(len(sizes))))
 
 
-def test_buckets_have_similar_sizes():
-    assert in_buckets([10] * 12, 4) == [[11, 10, 9], [8, 7, 6], [5, 4, 3], [2, 1, 0]]
-    sizes = [sum(40 for _ in bucket) for bucket in in_buckets([40] * 50, 4)]
-    assert max(sizes) <= 1.2 * min(sizes)
-
-
 def norms_of_gradients(model):
     return [float(weight.grad.norm()) for weight in model.parameters()]
 
@@ -55,13 +48,6 @@ def test_a_lost_bucket_is_zero_in_the_gradients_and_in_their_norm(make_model, ta
         n_lost.append(sum(is_lost))
     assert np.mean(n_lost) == pytest.approx(2, abs=0.6)
     assert len(set(n_lost)) > 1  # drawn in each step
-
-
-def test_a_run_that_loses_all_buckets_does_not_change_the_parameters(make_model, task):
-    model = make_model()
-    records = train(model, task, wb.faults.dropped_bucket(share=1.0, start=0))
-    assert same_weights(model, make_model())
-    assert {record.grad_norm for record in records} == {0.0}
 
 
 def shard_gradients(model, task, n_ranks, step=0):
@@ -128,13 +114,6 @@ def test_the_relative_error_of_the_reduction_matches_the_precision(make_model, t
     _, found = gradients_of_first_step(make_model(), task, wb.faults.low_precision_reduction(**options, start=0))
     size = math.hypot(*(float(x.norm()) for x in exact))
     assert low < math.hypot(*(float((a - b).norm()) for a, b in zip(found, exact, strict=True))) / size < high
-
-
-def test_truncated_sums_are_too_small(make_model, task):
-    exact = train(make_model(), task, wb.faults.low_precision_reduction(dtype="float32", start=0), n_steps=1)[0]
-    cut = train(make_model(), task, wb.faults.low_precision_reduction(n_bits=6, start=0), n_steps=1)[0]
-    assert cut.loss == exact.loss
-    assert cut.grad_norm < 0.9 * exact.grad_norm
 
 
 @pytest.mark.parametrize("delay", [1, 3])
@@ -241,23 +220,5 @@ def test_contradictions_are_rejected_before_training_begins(make_model, task):
         wb.train(make_model(), task, n_steps=1, faults=[one_rank, wb.faults.low_precision_reduction(n_ranks=4)])
     with pytest.raises(OptionError, check=about("n_buckets", 500)):
         wb.train(make_model(), task, n_steps=1, faults=[wb.faults.stale_reduction(n_buckets=500)])
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "error"),
-    [
-        ("dropped_bucket", {"share": 0}, about("share", 0)),
-        ("dropped_bucket", {"n_buckets": 0}, about("n_buckets", 0)),
-        ("dropped_bucket", {"lost_from": "two"}, about("lost_from", "two", ("all_ranks", "one_rank"))),
-        ("dropped_bucket", {"n_ranks": 1}, about("n_ranks", 1)),
-        ("low_precision_reduction", {"n_ranks": 1}, about("n_ranks", 1)),
-        ("low_precision_reduction", {"dtype": "int8"}, about("dtype", "int8", ("float32", "bfloat16", "float16"))),
-        ("low_precision_reduction", {"n_bits": 9}, about("n_bits", 9)),
-        ("low_precision_reduction", {"n_bits": 2, "dtype": "float16"}, about("dtype", "float16")),
-        ("stale_reduction", {"delay": 0}, about("delay", 0)),
-        ("stale_reduction", {"share": 2}, about("share", 2)),
-    ],
-)
-def test_invalid_options_are_rejected(make, options, error):
-    with pytest.raises(OptionError, check=error):
-        getattr(wb.faults, make)(**options)
+    with pytest.raises(OptionError, check=about("dtype", "float16")):
+        wb.faults.low_precision_reduction(n_bits=2, dtype="float16")

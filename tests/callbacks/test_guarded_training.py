@@ -8,9 +8,9 @@ import torch
 import workbench as wb
 from tests.about import about, says
 from tests.callbacks.certain_alarms import certain_alarms
-from workbench.callbacks.actions import KINDS, Actions
 from workbench.callbacks.alarms import recorded_alarms
 from workbench.callbacks.alarms.replaying import replay
+from workbench.callbacks.guard import KINDS, Actions
 from workbench.errors import OptionError
 
 pytestmark = pytest.mark.medium
@@ -48,15 +48,6 @@ def test_a_recorder_writes_its_parts_to_the_store_of_the_run(tmp_path):
     assert found["events"]["kind"].values.tolist() == ["finished"]
 
 
-def test_with_a_recorder_and_alarms_training_is_bitwise_identical():
-    expected, control = run()
-    records, model = run(recorder=recorder(), alarms=certain_alarms())
-    assert [record.loss for record in records] == [record.loss for record in expected]
-    assert [record.grad_norm for record in records] == [record.grad_norm for record in expected]
-    for one, other in zip(control.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_alarms_in_the_records_in_the_events_and_in_a_replay(tmp_path):
     records, _ = run(tmp_path / "a.zarr", recorder=recorder(), alarms=certain_alarms())
     raised = [alarm for record in records for alarm in record.alarms]
@@ -71,14 +62,8 @@ def test_alarms_in_the_records_in_the_events_and_in_a_replay(tmp_path):
     assert why.tolist() == [f"This looks like large rate (100 %): {because}."]
 
 
-def test_without_actions_alarms_change_nothing():
-    records, _ = run(recorder=recorder(), alarms=certain_alarms())
-    assert records[-1].learning_rate == pytest.approx(1e-2)
-    assert records[-1].step == 39
-
-
 def test_an_alarm_restores_a_checkpoint_and_reduces_the_learning_rate(tmp_path):
-    actions = Actions(rest=10)
+    actions = Actions()
     run(
         tmp_path / "a.zarr", recorder=recorder(), alarms=certain_alarms(), actions=actions, checkpoint_every=5,
         n_steps=24,
@@ -112,21 +97,12 @@ def test_parameters_after_a_roll_back_are_those_of_the_checkpoint(tmp_path):
     assert found["events"]["message"].values[-1] == f"Stopped after {records[-1].step + 1} steps, by an alarm."
 
 
-def test_kss_is_switched_on_and_then_strengthened():
-    kss = wb.KSS(strength=0.1, interval=2, enabled=False, layers="all")
-    actions = Actions(policy={"large_rate": ("kss",)}, otherwise=(), kss=kss, rest=0)
-    run(recorder=recorder(), alarms=certain_alarms(), actions=actions, kss=kss)
-    assert kss.enabled
-    assert actions.done[0].message == "KSS was switched on, with strength 0.1."
-    assert kss.strength == pytest.approx(0.1 * 2 ** (len(actions.done) - 1))
-
-
 def test_the_auxiliary_loss_is_switched_on_again():
     model = wb.zoo.moe(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, n_experts=4, seed=0)
     _, task = model_and_task()
     lost = wb.faults.no_auxiliary_loss(start=20)
     rate = wb.faults.large_rate(factor=10.0, start=20)
-    actions = Actions(policy={"no_auxiliary_loss": ("auxiliary_loss",)}, otherwise=())
+    actions = Actions(policy={"no_auxiliary_loss": ("auxiliary_loss",)})
     alarms = certain_alarms("no_auxiliary_loss")
     records, _ = run(model=model, task=task, recorder=recorder(), alarms=alarms, actions=actions, faults=[lost, rate])
     assert not lost.enabled
@@ -139,7 +115,7 @@ def test_a_resumed_run_restores_the_effects_of_actions(tmp_path):
     def train(n_steps, model, **options):
         return run(
             tmp_path / "a.zarr", model=model, task=model_and_task()[1], recorder=recorder(),
-            alarms=certain_alarms(), actions=Actions(policy={"large_rate": ("cut_rate",)}, otherwise=()),
+            alarms=certain_alarms(), actions=Actions(policy={"large_rate": ("cut_rate",)}),
             checkpoint_every=10, n_steps=n_steps, **options,
         )[0]  # fmt: skip
 
@@ -181,17 +157,9 @@ def test_a_recorder_with_its_own_store_is_rejected(tmp_path):
     ("options", "error"),
     [
         ({"policy": {"large_rate": ("restart",)}}, about("policy", "restart", KINDS)),
-        ({"otherwise": "restart"}, about("otherwise", "restart", KINDS)),
-        ({"cut_rate": 2.0}, about("cut_rate", 2.0)),
-        ({"n_most": 0}, about("n_most", 0)),
-        ({"otherwise": ("kss",)}, says("acts on the KSS of the run, but kss is None; pass")),
+        ({"policy": {"otherwise": "restart"}}, about("policy", "restart", KINDS)),
     ],
 )
 def test_invalid_actions_are_rejected(options, error):
     with pytest.raises(OptionError, check=error):
         Actions(**options)
-
-
-def test_one_kind_of_action_may_be_a_string():
-    actions = Actions(policy={"large_rate": "stop"}, otherwise="cut_rate")
-    assert actions.kinds == {"stop", "cut_rate"}

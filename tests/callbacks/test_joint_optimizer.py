@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import workbench as wb
-from tests.about import says
 from tests.callbacks.test_recorder import adam, dense, loss_of, of_part, recorder_with, task  # noqa: F401
 from tests.callbacks.test_recorder_loops import column
 from tests.small_training import same_weights
@@ -97,13 +95,6 @@ def test_a_new_optimizer_is_followed(task, tmp_path):  # noqa: F811
     assert "SGD" in str(events["message"].values[events["source"].values == "optimizer"][0])
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_the_optimizer_of_an_earlier_model_is_refused(seed):
-    """Also if it was created with the same parameters."""
-    with pytest.raises(OptionError, check=says("The optimizer updates no parameter of Transformer, nor a")):
-        recorder_with().attach(dense(), adam(dense(seed=seed)))
-
-
 @pytest.mark.parametrize("given", [None, 3, [], [3], {"a": object()}])
 def test_what_is_no_optimizer_is_refused(given):
     with pytest.raises(OptionError) as caught:
@@ -135,13 +126,3 @@ def test_pairs_of_eps_and_codes_of_eight_bits_are_no_moments(task):  # noqa: F81
     model = dense()
     codes = of_collector(adam(model), model, task, lambda p: {"exp_avg_sq": torch.zeros_like(p, dtype=torch.uint8)})
     assert np.isnan(codes["adam_staleness"]).all()
-
-
-def test_only_trainable_parameters_are_measured(task):  # noqa: F811
-    """The size of the updates of an adapter is compared with the adapter, not with what is frozen."""
-    model = nn.Sequential(dense(), nn.Linear(32, 32))
-    model[0].requires_grad_(False)
-    found = of_collector(adam(model), model, task, lambda p: {})
-    assert found["module_weight_norm"] == pytest.approx(
-        [float(torch.cat([p.detach().flatten() for p in model[1].parameters()]).norm())], rel=1e-2
-    )

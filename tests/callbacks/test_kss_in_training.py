@@ -1,5 +1,4 @@
 import math
-import threading
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from tests.callbacks.test_kss_shaper import hooks_of, kss_with
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from workbench.callbacks.kss import KSSOptions, PenaltyShape
-from workbench.errors import AnatomyError, OptionError, StoreError
+from workbench.errors import AnatomyError, OptionError
 
 SETTINGS = {"n_steps": 12, "learning_rate": 1e-2, "warmup": 3, "seed": 5, "flush_every": 6}
 MONITORS = (
@@ -104,26 +103,6 @@ def test_what_the_run_records(make_model, task, tmp_path):
     ]
 
 
-def test_a_button_in_another_thread_acts_from_the_next_step_on(make_model, task):
-    kss, is_off = kss_with(), threading.Event()
-    loop = wb.train(make_model("none"), task, kss=kss, n_steps=400)
-
-    def press():
-        kss.enabled = False
-        is_off.set()
-
-    states = []
-    for record in loop:
-        states.append(record.kss_enabled)
-        if record.step == 3:
-            threading.Thread(target=press).start()
-            is_off.wait()
-        if record.step == 6:
-            break
-    loop.close()
-    assert states == [True] * 4 + [False] * 3
-
-
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("coupling", "stop_at"),
@@ -164,28 +143,6 @@ def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(make_model, 
 
     assert changes_of(one) == changes_of(other)
     assert len(changes_of(one)) == 5
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize(
-    ("change", "name", "value"),
-    [
-        ({"coupling": "decoupled"}, "kss.coupling", "decoupled"),
-        ({"penalty": PenaltyShape(rank=None, beta=2.0)}, "kss.penalty.beta", 2.0),
-        ({"n_snapshots": 100}, "kss.n_snapshots", 100),
-    ],
-)
-def test_other_options_than_those_of_the_checkpoint_are_rejected(make_model, task, tmp_path, change, name, value):
-    settings = {**SETTINGS, "store": tmp_path / "run.zarr", "checkpoint_every": 4}
-    train(make_model(), task, small_kss(), stop_at=6, **settings)
-    model = make_model()
-    before = hooks_of(model, torch.optim.SGD(model.parameters()))
-    with pytest.raises(StoreError, check=about(name, value)):
-        wb.train(model, task, kss=small_kss(**change), resume=True, **settings)
-    with pytest.raises(StoreError, check=about("kss.penalty.upper")):
-        wb.train(model, task, resume=True, **settings)
-    assert hooks_of(model, torch.optim.SGD(model.parameters())) == before
-    assert same_weights(model, make_model())
 
 
 def test_hooks_end_with_the_run_however_it_ends(make_model, task):

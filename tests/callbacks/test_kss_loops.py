@@ -272,15 +272,6 @@ def test_compiled_models(make_model, task, way):
     assert with_kss == without > 0
 
 
-def test_a_model_in_bfloat16(task):
-    model = llama().to(torch.bfloat16)
-    optimizer = sgd(model)
-    with kss_with().attach(model, optimizer) as shaper:
-        step(model, optimizer, task.batch(0))
-    assert shaper.last.n_acting == 2
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
-
-
 def test_evaluation_between_the_backward_pass_and_the_update(task):
     """The penalty is measured on the last training batch, not on a batch that was evaluated after it."""
     model, other = (gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) for _ in range(2))

@@ -12,9 +12,7 @@ from torch.nn.functional import cross_entropy
 import workbench as wb
 from tests.about import says
 from tests.small_training import same_weights
-from tests.training.test_loop import dropout_model
 from workbench.callbacks.kss import KSSOptions, PenaltyShape, TrustRegion
-from workbench.callbacks.kss.control import COUPLINGS
 from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE, layer_penalties
 from workbench.callbacks.kss.shaper import GRADIENT_NOT_FINITE, NO_GRADIENT
 from workbench.errors import OptionError, SnapshotError
@@ -156,20 +154,6 @@ def test_half_of_the_layers_are_drawn_in_each_step(make_model, task):
     assert drawn(1) != first
 
 
-@pytest.mark.parametrize("off", [{"enabled": False}, {"strength": 0.0}])
-@pytest.mark.parametrize("coupling", COUPLINGS)
-def test_with_kss_switched_off_training_is_bitwise_identical(task, off, coupling):
-    control, model = dropout_model(), dropout_model()
-    torch.manual_seed(4)
-    run(control, torch.optim.AdamW(control.parameters(), lr=0.01), task, 4)
-    state = torch.get_rng_state()
-    torch.manual_seed(4)
-    kss = kss_with(**off, coupling=coupling)
-    run(model, torch.optim.AdamW(model.parameters(), lr=0.01), task, 4, kss)
-    assert same_weights(model, control)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 class Counting(nn.Module):
     """A block that counts its calls in a buffer, has batch statistics, and draws random numbers in eval mode, too."""
 
@@ -243,17 +227,6 @@ def test_detaching_removes_hooks_and_effects(unstable, task):
 class Failing(torch.optim.SGD):
     def step(self, closure=None):
         raise ValueError("update failed")
-
-
-def test_hooks_are_removed_after_an_update_that_fails(unstable, task):
-    model = unstable()
-    optimizer = Failing(model.parameters(), lr=0.1)
-    before = hooks_of(model, optimizer)
-    for coupling in COUPLINGS:
-        with pytest.raises(ValueError, match="update failed"):
-            run(model, optimizer, task, 1, kss_with(coupling=coupling))
-        assert hooks_of(model, optimizer) == before
-        assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_a_pass_that_fails_leaves_the_model_unchanged(unstable, task):
@@ -368,19 +341,11 @@ def test_controls_are_read_once_per_step(unstable, task):
     kss.set(strength=1.0, gamma=0.4)
     step(model, optimizer, task.batch(0))
     assert (shaper.last.control.strength, kss.strength) == (1.0, 2.0)
-    assert shaper.new_changes() == []
+    assert shaper._changes == []
     handle.remove()
     step(model, optimizer, task.batch(1))
     assert shaper.last.control.strength == 2.0
-    assert shaper.new_changes() == ["strength 1.0 -> 2.0", "gamma 0.4 -> 0.5"]
-    assert shaper.new_changes() == []
-
-
-def test_steps_are_counted_by_updates(unstable, task):
-    model, kss = unstable(), kss_with(interval=3)
-    due = []
-    run(model, sgd(model), task, 7, kss, after=lambda shaper: due.append(len(shaper.last.layers) > 0))
-    assert due == [True, False, False, True, False, False, True]
+    assert shaper._changes == ["strength 1.0 -> 2.0", "gamma 0.4 -> 0.5"]
 
 
 def test_an_update_that_moves_a_layer_out_of_its_band_is_undone(unstable, task):
@@ -484,26 +449,3 @@ def test_a_wrapper_around_the_model(unstable, task):
             step(model, optimizer, task.batch(i))
             step(control, optimizer_of_control, task.batch(i))
     assert same_weights(model, control)
-
-
-def test_a_resumed_run_is_identical_to_an_uninterrupted_one(unstable, task):
-    def make():
-        model = unstable()
-        kss = kss_with(layers="half", n_snapshots=24, interval=2)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01), kss
-
-    uninterrupted, optimizer, kss = make()
-    run(uninterrupted, optimizer, task, 7, kss)
-    model, optimizer, kss = make()
-    shaper = kss.attach(model, optimizer)
-    for i in range(3):
-        step(model, optimizer, task.batch(i))
-    state, weights, moments = shaper.state_dict(), copy.deepcopy(model.state_dict()), optimizer.state_dict()
-    resumed, optimizer, kss = make()
-    resumed.load_state_dict(weights)
-    optimizer.load_state_dict(moments)
-    shaper = kss.attach(resumed, optimizer)
-    shaper.load_state_dict(state)
-    for i in range(3, 7):
-        step(resumed, optimizer, task.batch(i))
-    assert same_weights(resumed, uninterrupted)

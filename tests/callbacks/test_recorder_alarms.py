@@ -8,7 +8,8 @@ import xarray as xr
 import workbench as wb
 from tests.about import says
 from tests.callbacks.certain_alarms import certain_alarms
-from workbench.callbacks.alarms import recorded_alarms, replay
+from workbench.callbacks.alarms import recorded_alarms
+from workbench.callbacks.alarms.replaying import REST, replay
 
 pytestmark = pytest.mark.medium
 
@@ -106,19 +107,21 @@ def test_a_replay_rests_after_actions_of_the_run(parts):
     loop(recorder, 70, **parts, rate_from=999, broken_at=40)
     for observation in heard:
         if observation.part == "optimizer" and observation.step == 39:
-            live.rest(40, n_steps=12)
+            live.rest(40, n_steps=REST)
         live.observe(observation)
     rows = {part: [o for o in heard if o.part == part] for part in ("monitors", "optimizer")}
-    tree = {"/events": xr.Dataset({"kind": ("event", ["action"]), "step": ("event", [40])})}
+    event = {"kind": "action", "source": "stop", "step": 40, "score": 0.0, "message": ""}
+    tree = {"/events": xr.Dataset({name: ("event", [value]) for name, value in event.items()})}
     for part, found in rows.items():
         dims = {name: ("layer",) * np.ndim(v) for name, v in found[0].values.items() if np.ndim(v) < 2}
         values = {name: (("step", *of), np.stack([o.values[name] for o in found])) for name, of in dims.items()}
         tree[f"/{part}"] = xr.Dataset(values, {"step": [o.step for o in found]})
-    again, without = certain_alarms(), certain_alarms()
-    replay(xr.DataTree.from_dict(tree), again, rest=12)
+    again = certain_alarms()
+    replay(xr.DataTree.from_dict(tree), again)
     assert again.raised == live.raised
-    assert all(alarm.step >= 52 for alarm in again.raised)
-    assert replay(xr.DataTree.from_dict(tree), without)[0].step == 40
+    assert all(alarm.step >= 40 + REST for alarm in again.raised)
+    tree["/events"]["kind"][:] = "fault"
+    assert replay(xr.DataTree.from_dict(tree), certain_alarms())[0].step == 40
 
 
 def test_exceptions_of_on_alarm_are_passed_on(parts):

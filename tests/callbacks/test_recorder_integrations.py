@@ -6,7 +6,7 @@ import torch
 
 import workbench as wb
 from tests.callbacks.test_kss_integrations import fit, lightning, lightning_module, trainer, without_dropout  # noqa: F401
-from tests.callbacks.test_kss_loops import gpt2, llama
+from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_recorder import dense, events_of, of_part, recorder_with, task  # noqa: F401
 from tests.callbacks.test_recorder_loops import assert_same
 from tests.callbacks.test_recorder_store import same_rows
@@ -43,16 +43,6 @@ class TestHuggingFace:
         assert [float(o.values["loss"]) for o in rows] == pytest.approx([row["loss"] for row in logged], abs=1e-3)
         assert [float(o.values["batch_size"]) for o in rows] == [8, 8, 8]
         assert all(not module._forward_pre_hooks for module in model.modules() if module is not model)
-
-    def test_training_is_bitwise_identical(self, tmp_path):
-        plain, model = llama(), llama()
-        options = {"gradient_checkpointing": True, "bf16": True, "max_steps": 3}
-        trainer(plain, tmp_path, **options).train()
-        recorder = recorder_with()
-        trainer(model, tmp_path, wb.trainer_callback(recorder), **options).train()
-        assert same_weights(model, plain)
-        assert [float(o.values["batch_size"]) for o in of_part(recorder, "monitors")] == [4, 4, 4]
-        assert len(of_part(recorder, "attention")) == 1
 
     @pytest.mark.slow
     def test_resuming_from_a_checkpoint_of_the_trainer(self, tmp_path):
@@ -112,14 +102,3 @@ class TestLightning:
             if n_steps == 3:
                 subject.save_checkpoint(tmp_path / "at-3.ckpt")
         assert same_rows(through, parts)
-
-    def test_an_error_in_training_ends_it(self, lightning, task, tmp_path):  # noqa: F811
-        model = gpt2()
-        model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
-        recorder = recorder_with(tmp_path / "run.zarr")
-        module = lightning_module(lightning, model)
-        with pytest.raises(ZeroDivisionError):
-            fit(lightning, module, wb.lightning_callback(recorder), task=task)
-        assert wb.open_run(tmp_path / "run.zarr").attrs["state"] == "stopped"
-        assert events_of(tmp_path / "run.zarr")[-1]["kind"] == "stopped"
-        assert not module._forward_pre_hooks

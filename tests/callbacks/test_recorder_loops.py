@@ -309,35 +309,6 @@ class TestPrecision:
 
 
 class TestModels:
-    @pytest.fixture
-    def compiled_afresh(self):
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
-
-    @pytest.mark.medium
-    @pytest.mark.usefixtures("compiled_afresh")
-    @pytest.mark.parametrize("way", ["whole", "in place", "used before"])
-    def test_compiled(self, task, plain, way):  # noqa: F811
-        """The model is compiled once, as without a recorder, and the values are the same."""
-        n_graphs = [0]
-
-        def backend(graph, inputs):
-            n_graphs[0] += 1
-            return graph.forward
-
-        model = dense()
-        called = model
-        if way == "in place":
-            model.compile(backend=backend)
-        else:
-            called = torch.compile(model, backend=backend)
-        if way == "used before":
-            loss_of(called, task.batch(1)).backward()
-        found = heard_by(plain, called, adam(model))
-        assert_same(found, heard_by(plain, dense()), 1e-4)
-        assert n_graphs == [1]
-
     @pytest.mark.medium
     @pytest.mark.parametrize("control", ["SpectralNorm", "WeightNorm"])
     def test_parametrized_weights_are_read_after_parametrization(self, task, control):  # noqa: F811

@@ -115,29 +115,6 @@ def test_attaching_again_continues(task, tmp_path):  # noqa: F811
     assert same_rows(tmp_path / "through.zarr", tmp_path / "parts.zarr")
 
 
-def test_another_model_starts_a_new_run(task):  # noqa: F811
-    recorder = recorder_with(every=None)
-    for _ in range(2):
-        run(dense(), task, 2, recorder)
-    assert [o.step for o in recorder.heard] == [0, 1, 0, 1]
-
-
-def test_the_state_contains_the_probe_and_the_step(task):  # noqa: F811
-    model, recorder = dense(), recorder_with()
-    optimizer = adam(model)
-    run(model, task, 3, recorder, optimizer)
-    state = json.loads(json.dumps(recorder.state_dict()))
-    resumed, expected = recorder_with(), recorder_with(probe=(task.batch(0)[0],))
-    resumed.load_state_dict(state)
-    twin = dense()
-    twin.load_state_dict(model.state_dict())
-    run(model, task, 3, resumed, torch.optim.SGD(model.parameters(), lr=0.1), start=3)
-    run(twin, task, 3, expected, torch.optim.SGD(twin.parameters(), lr=0.1), start=3, step=3)
-    assert [o.step for o in of_part(resumed, "monitors")] == [3, 4, 5]
-    for one, other in zip(of_part(resumed, "activations"), of_part(expected, "activations"), strict=True):
-        assert all(np.array_equal(one.values[name], other.values[name]) for name in one.values)
-
-
 def test_resuming_with_other_options_or_another_model_is_rejected(task, tmp_path):  # noqa: F811
     run(dense(), task, 3, recorder_with(tmp_path / "run.zarr"))
     model = dense()
@@ -147,17 +124,6 @@ def test_resuming_with_other_options_or_another_model_is_rejected(task, tmp_path
     with pytest.raises(StoreError, check=says("was recorded with model.config.norm = pre_ln, but this")):
         recorder_with(tmp_path / "run.zarr", resume=True).attach(model, adam(model))
     assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 3
-
-
-def test_resuming_without_a_run_starts_one(task, tmp_path):  # noqa: F811
-    run(dense(), task, 2, recorder_with(tmp_path / "run.zarr", resume=True))
-    assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 2
-
-
-def test_overwriting(task, tmp_path):  # noqa: F811
-    run(dense(), task, 3, recorder_with(tmp_path / "run.zarr"))
-    run(dense(), task, 2, recorder_with(tmp_path / "run.zarr", overwrite=True))
-    assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 2
 
 
 def test_an_error_in_training_keeps_the_record(task, tmp_path):  # noqa: F811
@@ -193,25 +159,6 @@ def test_metrics_that_begin_late_are_reported(task, tmp_path):  # noqa: F811
     assert float(recorder.heard[1].values["mine"]) == 5.0
     (told,) = [e for e in events_of(tmp_path / "run.zarr") if e["kind"] == "not recorded"]
     assert told["source"] == "mine"
-
-
-def test_removing_the_store_does_not_stop_training(task, tmp_path):  # noqa: F811
-    def before(i):
-        if i == 3:
-            (tmp_path / "run.zarr").rename(tmp_path / "elsewhere")
-
-    recorder = recorder_with(tmp_path / "run.zarr", rows_per_block=1)
-    with pytest.warns(RecordingWarning, match="was removed"):
-        run(dense(), task, 9, recorder, before=before)
-    assert len(of_part(recorder, "monitors")) == 9
-
-
-def test_loggers_receive_the_scalars(task):  # noqa: F811
-    rows = []
-    run(dense(), task, 3, recorder_with(log=rows.append))
-    (found,) = [row for row in rows if "attention/effective_rank/D2/min" in row]
-    assert found["step"] == 2
-    assert [row["monitors/batch_size"] for row in rows if "monitors/batch_size" in row] == [8, 8, 8]
 
 
 def test_events_of_the_caller(task, tmp_path):  # noqa: F811

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import workbench as wb
-from workbench.callbacks.alarms import WATCHED
 from workbench.callbacks.alarms.run_evidence import CumulativeSum, LossShift, RunEvidence
 from workbench.callbacks.alarms.watched import FALL, RISE
 from workbench.callbacks.observation import Observation
@@ -46,17 +45,6 @@ def evaluated(rates, signal="grad_norm"):
 )
 def test_steps_are_evaluated_while_the_rate_is_steady(rates, expected):
     assert evaluated(rates) == list(expected)
-
-
-@pytest.mark.parametrize(
-    ("rates", "expected"),
-    [
-        ([1e-3 * min(1, (i + 1) / 300) for i in range(500)], range(200, 500)),  # a warm-up
-        ([1e-3] * 300 + [3e-3] * 200, [*range(200, 300), *range(399, 500)]),  # at once
-    ],
-)
-def test_losses_are_evaluated_while_the_rate_rises_slowly(rates, expected):
-    assert evaluated(rates, "loss") == list(expected)
 
 
 def test_more_evidence_is_needed_while_the_rate_rises():
@@ -130,11 +118,6 @@ def test_it_is_causal_and_restarts_by_step():
     assert [later.update(each)[0].is_evaluated for each in values].index(True) == 350
 
 
-def test_every_watched_signal_has_a_description():
-    assert len({watched.name for watched in WATCHED}) == len(WATCHED)
-    assert all(watched.points_to and watched.least_scale > 0 for watched in WATCHED)
-
-
 def test_missing_measurements_are_not_broken():
     """Metrics that are absent at a step are missing; a loss that is not finite is broken."""
     evidence = RunEvidence()
@@ -151,13 +134,6 @@ def test_missing_measurements_are_not_broken():
             values["effective_rank"] = np.full((1, 2, 5), np.nan)
         readings = evidence.update(Observation(step, "attention", values, coords))
         assert not any(reading.is_broken for reading in readings)
-
-
-def test_a_loss_that_is_logged_now_and_then_is_not_broken():
-    evidence = RunEvidence()
-    for step in range(300):
-        found, *_ = evidence.update(monitors(step, loss=2.0 if step % 10 == 0 else math.nan))
-        assert not found.is_broken
 
 
 def sums(values, *, least_scale=0.01):
@@ -325,13 +301,6 @@ def test_factors_never_count_and_offsets_do_not_for_rises(seed, factor, offset, 
     found, scaled, moved = shifts(losses)[-1], shifts(factor * losses)[-1], shifts(losses + offset)[-1]
     np.testing.assert_allclose(scaled, found, rtol=1e-6)
     assert moved[0] == pytest.approx(found[0], rel=1e-6)
-
-
-def test_missing_losses_are_skipped():
-    losses = curve(400)
-    sparse = np.full(800, np.nan)
-    sparse[::2] = losses
-    np.testing.assert_array_equal(shifts(sparse)[::2], shifts(losses))
 
 
 def test_the_record_raises_the_same_alarms_as_the_run():

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import workbench as wb
-from workbench.callbacks.alarms.settings_sentinel import SettingsSentinel
 
 pytestmark = pytest.mark.medium
 N_STEPS = 90
@@ -83,10 +82,3 @@ def test_the_end_of_a_fault_raises_no_alarm():
 
     _, raised = watched(change)
     assert len(raised) == 1
-
-
-def test_lists_of_tensors_are_reported_once_until_there_is_none():
-    sentinel = SettingsSentinel()
-    lists = ["none", "a and b", "a", "a and c", "none", "b"]
-    found = [sentinel.observe(step, {"unchanged_tensors": value}) for step, value in enumerate(lists)]
-    assert [[change.is_back for change in changes] for changes in found] == [[], [False], [], [], [True], [False]]

@@ -6,7 +6,6 @@ import torch
 import workbench as wb
 from tests.callbacks.certain_alarms import certain_alarms
 from tests.callbacks.test_kss_integrations import fit, lightning, trainer  # noqa: F401
-from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_recorder_alarms import EVERY, parts  # noqa: F401
 from workbench.callbacks.alarms import observations
 from workbench.callbacks.alarms.run_evidence import RunEvidence
@@ -71,37 +70,4 @@ def test_in_a_custom_loop(parts, tmp_path):  # noqa: F811
             scheduler.step()
             optimizer.zero_grad()
     assert recorder.alarms.raised == []
-    assert first_evaluated(store) == WARM_UP + 9
-
-
-@pytest.mark.framework
-@pytest.mark.usefixtures("quiet")
-def test_in_a_trainer(tmp_path):
-    store = tmp_path / "run.zarr"
-    recorder = wb.Recorder(store, every=EVERY, alarms=certain_alarms())
-    options = {"max_steps": 30, "warmup_steps": WARM_UP, "lr_scheduler_type": "constant_with_warmup"}
-    trainer(gpt2(), tmp_path, wb.trainer_callback(recorder), **options).train()
-    assert first_evaluated(store) == WARM_UP + 9
-
-
-@pytest.mark.framework
-@pytest.mark.usefixtures("quiet")
-def test_in_lightning(lightning, parts, tmp_path):  # noqa: F811
-    store = tmp_path / "run.zarr"
-    recorder = wb.Recorder(store, every=EVERY, alarms=certain_alarms())
-
-    class Shell(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = parts["model"]
-
-        def training_step(self, batch, batch_idx):
-            inputs, targets = batch
-            return torch.nn.functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
-
-        def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
-            return [optimizer], [{"scheduler": from_zero(optimizer), "interval": "step"}]
-
-    fit(lightning, Shell(), wb.lightning_callback(recorder), n_steps=30, n_batches=30, task=parts["task"])
     assert first_evaluated(store) == WARM_UP + 9

@@ -6,7 +6,6 @@ import math
 import sys
 from xml.etree import ElementTree
 
-import accelerate
 import pytest
 import torch
 
@@ -16,7 +15,6 @@ from tests.callbacks.test_kss_integrations import fit, lightning, trainer  # noq
 from tests.callbacks.test_kss_loops import gpt2
 from tests.callbacks.test_recorder import adam, dense, loss_of, task  # noqa: F401
 from tests.small_training import same_weights
-from workbench.callbacks.watching.run_status import RunStatus
 from workbench.errors import OptionError
 
 
@@ -140,43 +138,9 @@ def test_in_lightning(lightning, task, tmp_path):  # noqa: F811
     assert watched.status.is_over
 
 
-@pytest.mark.framework
-def test_in_accelerate(task, tmp_path):  # noqa: F811
-    accelerator = accelerate.Accelerator(cpu=True)
-    inner = dense()
-    model, optimizer = accelerator.prepare(inner, adam(inner))
-    with wb.watch(model, optimizer, store=tmp_path / "run.zarr", shows=False) as watched:
-        for i in range(4):
-            optimizer.zero_grad()
-            accelerator.backward(loss_of(model, task.batch(i)))
-            optimizer.step()
-    assert wb.open_run(watched.path)["monitors"].sizes["step"] == 4
-
-
-@pytest.mark.slow
-def test_a_compiled_model(task, tmp_path):  # noqa: F811
-    inner = dense()
-    model, optimizer = torch.compile(inner), adam(inner)
-    with wb.watch(model, optimizer, store=tmp_path / "run.zarr", shows=False) as watched:
-        trained(model, task, optimizer, n_steps=4, log=watched.log)
-    assert wb.open_run(watched.path)["monitors"].sizes["step"] == 4
-
-
 def test_invalid_arguments_are_rejected(tmp_path):
     for model, optimizer in ((dense(), None), (3, None), (dense(), 3)):
         with pytest.raises(OptionError, check=about("optimizer", optimizer)):
             wb.watch(model, optimizer, store=tmp_path / "a.zarr")
     with pytest.raises(OptionError, check=says("The optimizer updates no parameter of Transformer, nor a")):
         wb.watch(dense(), adam(torch.nn.Linear(2, 2)), store=tmp_path / "a.zarr")
-
-
-def test_the_number_of_points_of_a_status_is_limited():
-    status = RunStatus()
-    observation = wb.alarms.Observation
-    for step in range(5000):
-        values = {"loss": torch.tensor(2.0 + math.sin(step)).numpy(), "learning_rate": torch.tensor(0.1).numpy()}
-        status.update(observation(step, "monitors", values), [], None, lambda: {"loss": 0.5, "grad_norm": math.nan})
-    assert 200 <= len(status._losses) <= 401
-    assert status.scores == {"loss": 0.5}
-    ElementTree.fromstring(status.as_html())
-    assert status.as_text().startswith("step 4,999 · loss ")

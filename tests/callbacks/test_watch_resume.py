@@ -62,10 +62,6 @@ class TestResume:
         again = watched(task, tmp_path / "a.zarr", range(12, 14), model, adam(model, weight_decay=0.5), resume=True)
         assert (again.status.n_alarms, again.status.first_alarm.step) == (1, 7)
 
-    def test_a_new_run_may_be_resumed_too(self, task, tmp_path):  # noqa: F811
-        watched(task, tmp_path / "a.zarr", range(2), resume=True)
-        assert monitors(tmp_path / "a.zarr").sizes["step"] == 2
-
     def test_existing_runs_are_neither_replaced_nor_continued_by_accident(self, task, tmp_path):  # noqa: F811
         watched(task, tmp_path / "a.zarr", range(3))
         with pytest.raises(StoreError, match="resume=True.*overwrite=True"):

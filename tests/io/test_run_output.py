@@ -154,9 +154,6 @@ def spectra(step, n_modes=4):
     )
 
 
-EVENT = ("source", "score", "message")
-
-
 def reopened(path, before_step):
     return RunOutput(RunWriter.reopen(path, before_step=before_step), rows_per_block=10**6)
 

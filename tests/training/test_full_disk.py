@@ -250,15 +250,6 @@ def test_a_folder_of_checkpoints_that_is_unavailable_for_some_time(make_model, t
     assert list(list_checkpoints(place)) == [4, 12, 20, 24]
 
 
-def test_a_removed_folder_of_checkpoints_is_created_again(make_model, task, tmp_path):
-    """Each checkpoint is complete, so that a new folder lacks nothing."""
-    place = tmp_path / "checkpoints"
-    with counted() as issued:
-        train(make_model(), task, [(9, lambda: shutil.rmtree(place))], checkpoints=place, checkpoint_every=6)
-    assert issued == []
-    assert list(list_checkpoints(place)) == [12, 18, 24]
-
-
 def test_paths_that_cannot_be_written_are_rejected_at_the_start(make_model, task, tmp_path):
     settings = {"store": tmp_path / "run.zarr", "checkpoint_every": 6}
     train(make_model(), task, **settings)

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from workbench.training import low_precision
-from workbench.training.low_precision import autocast, quick_products
+from workbench.training.low_precision import _ProductsInFloat32, autocast
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_factors_are_rounded_before_they_are_multiplied():
 def test_products_are_unchanged_without_autocast_or_in_another_format():
     x, w = numbers(4, 8), numbers(3, 8, seed=1)
     expected = functional.linear(x, w)
-    with quick_products():
+    with _ProductsInFloat32():
         assert torch.equal(functional.linear(x, w), expected)
         with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
             assert torch.equal(functional.linear(x, w), expected)

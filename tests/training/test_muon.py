@@ -6,8 +6,7 @@ import torch
 import workbench as wb
 from tests.about import says
 from workbench.errors import OptionError
-from workbench.training.muon import MuonWithAdamW, muon_for, orthogonalized
-from workbench.training.training_plan import TrainingPlan
+from workbench.training.muon import muon_for, orthogonalized
 
 SIZE = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 32}
 
@@ -69,23 +68,6 @@ def test_a_saved_state_continues_bit_for_bit():
     restored = muon_for(other, lr=1.0)
     restored.load_state_dict(state)
     assert all(torch.equal(one, two) for one, two in zip(trained(other, restored, start=3), expected, strict=True))
-
-
-def test_plans_accept_its_name():
-    model = wb.zoo.transformer(**SIZE)
-    optimizer = TrainingPlan(n_steps=1, learning_rate=0.02, optimizer="muon").optimizer_for(model)
-    assert isinstance(optimizer, MuonWithAdamW)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02]
-    with pytest.raises(OptionError, check=says("got an unexpected keyword argument")):
-        TrainingPlan(n_steps=1, optimizer="Muon", optimizer_options={"nonsense": 1}).optimizer_for(model)
-    task = wb.tasks.random_tokens(length=8, vocab_size=32, batch_size=4)
-    rates = [record.learning_rate for record in wb.train(model, task, n_steps=4, optimizer="Muon", warmup=2)]
-    assert rates == pytest.approx([0.0005, 0.001, 0.001, 0.001])
-
-
-def test_a_model_without_stacks_is_trained_only_by_adamw():
-    optimizer = muon_for(torch.nn.Linear(3, 2), lr=0.1)
-    assert [type(part).__name__ for part in optimizer._parts] == ["AdamW"]
 
 
 def test_muon_updates_only_matrices_of_products():

@@ -1,3 +1,5 @@
+"""Resumed runs and branches of runs continue bit for bit, and damaged checkpoints are named."""
+
 import shutil
 
 import pytest
@@ -10,7 +12,8 @@ from tests.about import about, says
 from tests.small_training import same_weights
 from tests.training.test_loop import dropout_model
 from workbench.errors import CheckpointError, StoreError
-from workbench.models.checkpoint import latest_checkpoint
+from workbench.models.checkpoint import latest_checkpoint, list_checkpoints
+from workbench.training.recording import branch_run
 
 SETTINGS = {"n_steps": 14, "learning_rate": 1e-2, "warmup": 4, "schedule": "cosine", "seed": 5, "flush_every": 3}
 
@@ -71,12 +74,6 @@ def test_a_resumed_run_is_bitwise_identical_to_an_uninterrupted_one(task, tmp_pa
     assert left.identical(right)
     kinds = wb.open_run(tmp_path / "run.zarr")["events"]["kind"].values.tolist()
     assert kinds == ["resumed", "finished"] or kinds == ["stopped", "resumed", "finished"]
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("optimizer", ["SGD", "Adafactor", "LBFGS", "NAdam"])
-def test_all_kinds_of_optimizer_state_are_restored(make_model, task, tmp_path, optimizer):
-    assert_resumes_bit_for_bit(make_model, task, tmp_path, n_steps=6, optimizer=optimizer, checkpoint_every=2)
 
 
 def test_a_constant_run_may_be_extended(make_model, task, tmp_path):
@@ -173,3 +170,66 @@ def test_checkpoints_of_an_earlier_run_are_not_mixed_with_new_ones(make_model, t
         wb.train(make_model(), task, n_steps=4, **settings)
     list(wb.train(make_model(), task, n_steps=4, overwrite=True, **settings))
     assert latest_checkpoint(tmp_path).name == "step-00000004"
+
+
+BRANCHED = {"learning_rate": 1e-2, "seed": 5, "flush_every": 3, "checkpoint_every": 4, "spectra_every": 2}
+
+
+@pytest.fixture
+def store(make_model, task, tmp_path):
+    """A finished run of ten steps with checkpoints at 4, 8 and 10."""
+    list(wb.train(make_model(), task, store=tmp_path / "run.zarr", n_steps=10, **BRANCHED))
+    return tmp_path / "run.zarr"
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.medium
+def test_a_branch_continues_bit_for_bit_from_an_older_checkpoint(store, make_model, task, tmp_path):
+    before = contents(tmp_path)
+    assert list(list_checkpoints(store.with_suffix(".checkpoints"))) == [4, 8, 10]
+    branch = branch_run(store, tmp_path / "branch" / "run.zarr", step=4)
+    copied = wb.open_run(branch)
+    assert copied["monitors"]["step"].values.tolist() == [0, 1, 2, 3]
+    assert copied["spectra"]["step"].values.tolist() == [0, 2]
+    assert copied.attrs["branched_from"] == f"{store}, step 4"
+    through, resumed = make_model(), make_model()
+    list(wb.train(through, task, n_steps=10, **{**BRANCHED, "checkpoint_every": None}))
+    records = list(wb.train(resumed, task, store=branch, resume=True, n_steps=10, **BRANCHED))
+    assert [record.step for record in records] == [4, 5, 6, 7, 8, 9]
+    assert same_weights(through, resumed)
+    one, other = (wb.open_run(path)["monitors"].to_dataset() for path in (store, branch))
+    assert one.identical(other)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_branch_needs_a_checkpoint_a_run_and_a_new_path(store, tmp_path):
+    with pytest.raises(CheckpointError, check=says("has no checkpoint of step")):
+        branch_run(store, tmp_path / "branch.zarr", step=5)
+    with pytest.raises(CheckpointError, check=says("the existing ones are: none.")):
+        branch_run(tmp_path / "nothing.zarr", tmp_path / "branch.zarr", step=4)
+    with pytest.raises(StoreError, check=says("exists already; pass overwrite=True to replace it, or")):
+        branch_run(store, store, step=4)
+    assert not (tmp_path / "branch.zarr").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("optimizer", {}), ("optimizer", {"state": {}, "param_groups": []}), ("random", {}), ("step", None)],
+)
+def test_a_damaged_state_changes_no_parameter(name, value, make_model, task, tmp_path):
+    options = {"n_steps": 4, "store": tmp_path / "a.zarr", "checkpoint_every": 2}
+    list(wb.train(make_model(), task, **options))
+    for file in (tmp_path / "a.checkpoints").glob("*/training.pt"):
+        kept = torch.load(file, weights_only=True)
+        kept[name] = value
+        if value is None:
+            del kept[name]
+        torch.save(kept, file)
+    model = make_model()
+    before = [weight.detach().clone() for weight in model.parameters()]
+    with pytest.raises(wb.errors.CheckpointError, match="is damaged"):
+        list(wb.train(model, task, **options, resume=True))
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))

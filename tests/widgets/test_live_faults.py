@@ -10,12 +10,12 @@ import workbench as wb
 from tests.about import about, says
 from tests.callbacks.certain_alarms import certain_alarms
 from tests.waiting import wait_for
-from workbench.callbacks.actions import Action
 from workbench.callbacks.alarms import Alarm
+from workbench.callbacks.guard import Action
 from workbench.errors import OptionError
 from workbench.plots.timeline_events import events_of
 from workbench.plots.timeline_panels import RunEvents
-from workbench.training.step_record import StepRecord
+from workbench.training.callback import StepRecord
 from workbench.widgets import LiveTraining
 from workbench.widgets.live.history import RunHistory, StepNews
 from workbench.widgets.live.panels import AlarmList, SwitchPanel
@@ -168,7 +168,7 @@ def test_notes_next_to_the_figure_name_what_is_switched_on(make):
 @pytest.mark.slow
 def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make):
     fault = wb.faults.large_rate(factor=20, start=12)
-    actions = wb.Actions(policy={"large_rate": ("cut_rate",)}, otherwise=("cut_rate",))
+    actions = wb.Actions(policy={"otherwise": ("cut_rate",)})
     recorder = wb.Recorder(every={"optimizer": 2})  # without warm-up, during which alarms are not evaluated
     live = make(fault, recorder=recorder, alarms=certain_alarms(), actions=actions, warmup=0)
     live.start()

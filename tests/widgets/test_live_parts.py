@@ -18,7 +18,7 @@ from tests.plots.conftest import spectra_of
 from tests.waiting import wait_for
 from workbench.callbacks.kss import Shaping
 from workbench.plots.style import BROKEN
-from workbench.training.step_record import StepRecord
+from workbench.training.callback import StepRecord
 from workbench.widgets.live.history import TRACES, LiveModes, RunHistory, StepNews
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.live_canvas import LiveCanvas

@@ -20,7 +20,6 @@ from torch import nn
 
 import workbench as wb
 from tests.about import about, says
-from tests.callbacks.certain_alarms import certain_alarms
 from tests.waiting import wait_for
 from workbench.errors import OptionError, StoreError
 from workbench.widgets import LiveTraining
@@ -136,19 +135,6 @@ def test_kss_switched_by_a_click_and_by_code_acts_from_the_next_step_on_and_stay
     assert (one[: first + 1] == other[: first + 1]).all()
     both = slice(first + 1, min(last, len(one), len(other)))  # one of them may be a step ahead
     assert (one[both] != other[both]).all()
-
-
-@pytest.mark.slow
-def test_what_the_process_changes_of_kss_is_seen_in_the_kernel(make):
-    kss, fault = wb.KSS(strength=8, interval=1), wb.faults.large_rate(factor=20, start=12)
-    live = make(
-        kss=kss, faults=[fault], recorder=wb.Recorder(every={"optimizer": 2}), alarms=certain_alarms(), warmup=0,
-        actions=wb.Actions(policy={}, otherwise=("kss",), kss=kss, n_most=1),
-    )  # fmt: skip
-    live.start()
-    live.wait(120)
-    assert live.kss.strength == 16
-    assert live._panel.state()[0]["kss"]["strength"] == 16
 
 
 @pytest.mark.slow

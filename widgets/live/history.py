@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
     import xarray as xr
 
-    from workbench.callbacks.actions import Action
     from workbench.callbacks.alarms import Alarm, Alarms, Attribution
     from workbench.callbacks.alarms.probe_alarms import Check
-    from workbench.training.step_record import StepRecord
+    from workbench.callbacks.guard import Action
+    from workbench.training.callback import StepRecord
 
 #: Names of the traces in a run, from top to bottom.
 TRACES = ("loss", "grad_norm", "near_unit_mass", "spectral_radius", "evidence")

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from workbench.callbacks.gathering import gather
 from workbench.callbacks.kss import KSS
 from workbench.callbacks.recorder import Recorder
+from workbench.callbacks.train import gather
 from workbench.errors import StoreError
 from workbench.io.run_access import last_step
 from workbench.io.store import open_run
 from workbench.models.checkpoint import list_checkpoints
-from workbench.training.checkpoints import branch_run
+from workbench.training.recording import branch_run
 from workbench.widgets.base import known
 from workbench.widgets.live.history import RunHistory
 from workbench.widgets.live.live_runs import packed
@@ -28,9 +28,9 @@ from workbench.widgets.live.live_runs import packed
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from workbench.callbacks.actions import Actions
     from workbench.callbacks.alarms import Alarms
     from workbench.callbacks.faults import Fault
+    from workbench.callbacks.guard import Actions
     from workbench.widgets.live.setup import Setup
 
 WITH_KSS, WITHOUT_KSS = "with KSS", "without KSS"
@@ -101,7 +101,7 @@ class PairedRuns:
         alarms, recorder, actions = copy.copy(self.alarms), self.recorder, self.actions
         if alarms is not None:
             alarms.reset()
-        if recorder is not None:  # without external loggers, which could not distinguish the runs
+        if recorder is not None:
             options = recorder.options
             recorder = Recorder(
                 every=recorder.every,
@@ -111,8 +111,7 @@ class PairedRuns:
                 loss_of=options.loss_of,
                 profile_options=options.profile_options,
             )
-        if actions is not None:
-            actions = None if is_control else replace(actions, kss=None if actions.kss is None else kss)
+        actions = None if is_control or actions is None else replace(actions)
         return {"kss": kss, "faults": faults, "recorder": recorder, "alarms": alarms, "actions": actions}
 
 

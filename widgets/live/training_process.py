@@ -20,7 +20,7 @@ from workbench.errors import WorkbenchError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from workbench.training.step_record import StepRecord
+    from workbench.training.callback import StepRecord
     from workbench.widgets.live.live_runs import State, Switches
 
 _log = logging.getLogger(__name__)

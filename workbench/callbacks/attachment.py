@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from workbench.errors import OptionError, StoreError
+from workbench.errors import OptionError
 from workbench.models.calling import innermost
 from workbench.training.callback import Callback, CallbackGroup, TrainingRun
-from workbench.training.recording import first_difference
+from workbench.training.recording import require_same
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -169,12 +169,14 @@ class Attachment:
     def _load(self, callback: Callback, saved: Mapping[str, Any] | None) -> None:
         if not saved:
             return
-        if (difference := first_difference(saved["options"], _plain(callback.describe()))) is not None:
-            name, before, now = difference
-            raise StoreError(
-                f"The checkpoint was written with the option {name} = {before} of '{callback.name}', but this run has "
-                f"{now}; resume with the same options, or start a new run."
-            )
+        require_same(
+            saved["options"],
+            _plain(callback.describe()),
+            where="The checkpoint was written with the option",
+            of=f" of '{callback.name}'",
+            now="this run",
+            remedy="resume with the same options, or start a new run",
+        )
         if saved["state"]:
             callback.load_state_dict(_from_json(saved["state"]))
 

@@ -1,19 +1,20 @@
-"""Recorder, alarms and actions of a run as one callback."""
+"""Recorder, alarms and actions of a run as one callback; actions are off by default, and each one is recorded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.callbacks.actions import KINDS, Action, Actions
-from workbench.callbacks.alarms.replaying import replay
+from workbench.callbacks.alarms.replaying import REST, replay
 from workbench.callbacks.faults import Injection, NoAuxiliaryLoss
-from workbench.errors import OptionError
+from workbench.errors import OptionError, require_listed
 from workbench.io.store import open_run
 from workbench.models.checkpoint import list_checkpoints, load_weights
+from workbench.option_checks import checked
 from workbench.training.callback import Callback, TrainingRun
-from workbench.training.checkpoints import read_checkpoint
+from workbench.training.recording import read_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,8 +26,79 @@ if TYPE_CHECKING:
     from workbench.schema.events import Event
 
 
-#: Smallest fraction of the planned learning rate that cuts reach, and factor by which KSS is strengthened.
-_LOWEST_RATE, _KSS_FACTOR = 0.01, 2.0
+#: Factor of each cut of the learning rate, smallest fraction of the planned rate that cuts reach, and maximum number of
+#: alarms of a run that are answered.
+_CUT, _LOWEST_RATE, _MOST_ANSWERS = 0.1, 0.01, 5
+#: Kinds of action, in the order in which they are carried out.
+KINDS = ("roll_back", "auxiliary_loss", "cut_rate", "stop")
+#: Kinds of action for each attributed cause. A learning rate that is too high and a batch that is too small both raise
+#: the ratio of rate to batch size. Bad data are skipped. Wrong arithmetic, wrong gradients and a data loader that
+#: repeats batches are bugs, which smaller steps would hide: the run stops, and the alarm names what to fix. A changed
+#: setting that matches no known fault is only reported.
+POLICY: Mapping[str, tuple[str, ...]] = {
+    "large_rate": ("roll_back", "cut_rate"),
+    "small_batch": ("cut_rate",),
+    "no_auxiliary_loss": ("auxiliary_loss",),
+    "corrupted_data": ("roll_back",),
+    "low_precision_attention": ("stop",),
+    "arithmetic": ("stop",),
+    "low_precision_reduction": ("stop",),
+    "stale_reduction": ("stop",),
+    "dropped_bucket": ("stop",),
+    "repeated_data": ("stop",),
+    "changed_setting": (),
+    "otherwise": ("roll_back", "cut_rate"),
+}
+
+
+@dataclass(frozen=True)
+class Action:
+    """An action that was carried out: its kind, the number of updates before it, and a sentence."""
+
+    kind: str
+    step: int
+    message: str
+
+
+@checked
+@dataclass(kw_only=True)
+class Actions:
+    """The actions that alarms may trigger: ``wb.train(..., recorder=, alarms=, actions=wb.Actions())``.
+
+    The kinds of action are ``"roll_back"`` (restore the last checkpoint before the onset), ``"auxiliary_loss"``
+    (switch the auxiliary loss on again), ``"cut_rate"`` (reduce the learning rate to a tenth, at most to 1 % of the
+    planned one) and ``"stop"``. They are carried out in this order, for at most five alarms of a run. After an action
+    no alarm is raised for 60 steps, while the run recovers.
+
+    Attributes:
+        policy: Mapping from cause to kinds of action; ``"otherwise"`` stands for all causes that it does not name.
+        done: Actions carried out so far.
+
+    Example:
+        >>> import workbench as wb
+        >>> actions = wb.Actions(policy={"large_rate": ["roll_back", "cut_rate"], "otherwise": "stop"})
+        >>> sorted(actions.kinds)
+        ['cut_rate', 'roll_back', 'stop']
+
+    See Also:
+        `workbench.Alarms`: Raises the alarms; its ``on_alarm`` may do anything else.
+        `workbench.Recorder`: Measures what the alarms observe.
+        `workbench.train`: Carries out the actions.
+    """
+
+    policy: Mapping[str, str | Sequence[str]] = field(default_factory=lambda: dict(POLICY))
+    done: list[Action] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        given = {cause: (kinds,) if isinstance(kinds, str) else tuple(kinds) for cause, kinds in self.policy.items()}
+        for kinds in given.values():
+            require_listed("policy", kinds, KINDS)
+        self.policy = given
+
+    @property
+    def kinds(self) -> set[str]:
+        """All kinds of action that the policy may request."""
+        return {kind for kinds in self.policy.values() for kind in kinds}
 
 
 class Guard(Callback):
@@ -34,12 +106,6 @@ class Guard(Callback):
 
     In `workbench.train` the recorder writes to the store of the run and receives the metrics of each step from the
     loop. In another trainer it has its own store.
-
-    Args:
-        recorder: Recorder of the run.
-        alarms: Alarms on what the recorder measures; None if there are none.
-        actions: Actions that the alarms may trigger; None if there are none.
-        faults: Faults of the run, one of which may have switched off the auxiliary loss; None if there are none.
     """
 
     name = "guard"
@@ -142,11 +208,6 @@ class Guard(Callback):
             return {}
         known = self._attached.finish_step(**numbers)
         self._take_alarms(self._attached)
-        for alarm in self._raised:
-            self.event(alarm.step, "alarm", **alarm.as_event())
-        found = None if self.alarms is None else self.alarms._new_attribution(self._raised)
-        if found is not None:
-            self.event(step, "attribution", **found.as_event())
         return {name: value for name, value in known.items() if name not in numbers}
 
     def outcome(self) -> tuple[Alarm, ...]:
@@ -167,7 +228,7 @@ class Guard(Callback):
 
     def _answer(self, actions: Actions, alarms: Alarms, step: int) -> list[Action]:
         """Carry out the actions that the first alarm of a step requests, and return them with their messages."""
-        if self._n_answered >= actions.n_most:
+        if self._n_answered >= _MOST_ANSWERS:
             return []
         alarm, found = self._raised[0], alarms.attribute()
         onset = alarms.onset(alarm.signal)
@@ -175,17 +236,16 @@ class Guard(Callback):
         functions: dict[str, Callable[[], str]] = {
             "roll_back": lambda: self._roll_back(alarm.signal, onset),
             "auxiliary_loss": self._restore_auxiliary_loss,
-            "kss": lambda: self._strengthen_kss(actions),
-            "cut_rate": lambda: self._cut_rate(actions),
+            "cut_rate": self._cut_rate,
             "stop": lambda: self._stop(found),
         }
-        requested = actions.policy.get(found.cause, actions.otherwise)
+        requested = actions.policy.get(found.cause, actions.policy.get("otherwise", ()))
         if not requested:
             return []
         done = [Action(kind, step, functions[kind]()) for kind in KINDS if kind in requested]
         self._n_answered += 1
         actions.done += done
-        alarms.rest(step, n_steps=actions.rest)
+        alarms.rest(step, n_steps=REST)
         return done
 
     def _roll_back(self, signal: str, onset: int) -> str:
@@ -210,20 +270,10 @@ class Guard(Callback):
         self._faults.switch_off(NoAuxiliaryLoss)
         return "The auxiliary loss was switched on again."
 
-    def _strengthen_kss(self, actions: Actions) -> str:
-        kss = actions.kss
-        if kss is None:
-            return "There is no KSS to strengthen; pass Actions(kss=), the same object as in wb.train(kss=)."
-        if not kss.enabled:
-            kss.enabled = True
-            return f"KSS was switched on, with strength {kss.strength:g}."
-        kss.strength = kss.strength * _KSS_FACTOR
-        return f"The strength of KSS was raised to {kss.strength:g}."
-
-    def _cut_rate(self, actions: Actions) -> str:
+    def _cut_rate(self) -> str:
         if self._rate_factor <= _LOWEST_RATE:
             return f"The learning rate stays at {self._rate_factor:g} times the planned one, the lowest allowed."
-        self._rate_factor = max(self._rate_factor * actions.cut_rate, _LOWEST_RATE)
+        self._rate_factor = max(self._rate_factor * _CUT, _LOWEST_RATE)
         return f"The learning rate was reduced to {self._rate_factor:g} times the planned one."
 
     def _stop(self, found: Attribution) -> str:
@@ -273,6 +323,5 @@ class Guard(Callback):
     def _replay_record(self, store: Path) -> None:
         """Set the alarms to their state at the end of the record of a run that is resumed."""
         if self.alarms is not None:
-            run, rest = open_run(store), 0 if self._actions is None else self._actions.rest
             self.alarms.reset()
-            replay(run, self.alarms, rest=rest)
+            replay(open_run(store), self.alarms)

@@ -48,15 +48,7 @@ class Observation:
 
 
 def changed_setting(step: int, setting: str, factor: float, message: str) -> Observation:
-    """Return an observation of the part ``"settings"``: one setting has changed without a plan.
-
-    Args:
-        step: Update at which the change was noticed.
-        setting: Name of the setting.
-        factor: Ratio of the new value to the previous one; 1 if the setting has returned to its earlier value, NaN if
-            unknown.
-        message: Description as a sentence.
-    """
+    """Return an observation of the part ``"settings"``: one setting has changed without a plan."""
     return Observation(
         step, "settings", {"factor": np.array(factor)}, {"setting": np.array(setting), "message": np.array(message)}
     )

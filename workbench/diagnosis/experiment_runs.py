@@ -29,7 +29,7 @@ from workbench.models.checkpoint import load_weights
 from workbench.option_checks import PositiveFloat, PositiveInt
 from workbench.schema.statuses import FailureKind
 from workbench.tasks import Task, as_task
-from workbench.training.checkpoints import read_checkpoint
+from workbench.training.recording import read_checkpoint
 from workbench.training.training_plan import TrainingPlan
 from workbench.zoo.module_of import module_of
 

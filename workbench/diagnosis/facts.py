@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from workbench.callbacks.alarms.absolute_limits import LIMITS, LOGIT_LIMIT, N_LABELS
-from workbench.callbacks.alarms.probe_alarms import LIMITS_SIGNAL, ProbeAlarms
+from workbench.callbacks.alarms.probe_alarms import LIMITS, LIMITS_SIGNAL, LOGIT_LIMIT, N_LABELS, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import observations
 from workbench.callbacks.alarms.watched import WATCHED
 from workbench.diagnosis.causes import UNKNOWN

@@ -53,12 +53,7 @@ class Part:
         return cls(name, dict.fromkeys(values, ()), attrs=attrs or {}, dtypes=dtypes)
 
     def dataset(self, steps: Sequence[int], columns: Mapping[str, np.ndarray]) -> xr.Dataset:
-        """Return rows as a dataset.
-
-        Args:
-            steps: Step of each row.
-            columns: Values of each variable, shape (row, ...).
-        """
+        """Return rows as a dataset."""
         import xarray as xr
 
         variables = {
@@ -100,15 +95,7 @@ def events_part(present: Sequence[str] | None = None) -> Part:
 
 
 def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, where: Any) -> None:
-    """Raise if new rows of a part differ in layout from its existing rows.
-
-    Args:
-        rows: The new rows; a dimension of unknown size has size 0.
-        layout: See `RunWriter.layout`.
-        part: Name of the part.
-        dim: Dimension along which it grows.
-        where: Path of the run.
-    """
+    """Raise if new rows of a part differ in layout from its existing rows."""
     advice = "record the same variables as before, or write to another run"
     begin = f"Part '{part}' of the run at {where}"
     written, given = set(map(str, layout.variables)), set(map(str, rows.variables))
@@ -168,12 +155,7 @@ class RecordedRow:
 
 
 class WaitingRows:
-    """Rows of one part, in order, that are not yet on disk.
-
-    Args:
-        part: Declaration of the rows; None if each row is a dataset.
-        layout: Layout of the datasets; None if the store has none yet.
-    """
+    """Rows of one part, in order, that are not yet on disk."""
 
     def __init__(self, part: Part | None, layout: xr.Dataset | None = None) -> None:
         self.part = part

@@ -173,16 +173,11 @@ def _ridge(options: DmdOptions, trace: Any, n_features: int) -> Any:
     return options.ridge * (trace / n_features if options.ridge_kind == "relative" else 1.0)
 
 
-def koopman_matrix(
-    moments: SnapshotMoments, options: DmdOptions | None = None, *, has_basis_gradient: bool = False
-) -> Tensor:
+def koopman_matrix(moments: SnapshotMoments, options: DmdOptions | None = None) -> Tensor:
     """Compute only the matrix of `whitened_operator`, for gradients.
 
     The eigenvalues do not change when the directions are scaled or rotated within their span, so the whitening carries
-    no gradient. The span itself carries one where a rank omits some directions. Its derivative is the first-order
-    perturbation of an invariant subspace, which divides only by the gaps between the variances kept and those omitted.
-    The derivative of single directions, as in ``torch.linalg.eigh``, divides by every gap and is infinite for equal
-    variances.
+    no gradient. Where a rank omits some directions, the span is taken as constant.
 
     Returns:
         A, shape (m, m), on the device of the moments.
@@ -192,11 +187,6 @@ def koopman_matrix(
     c_xx, constant = moments.c_xx, moments.c_xx.detach()
     basis, variance, _ = _principal_directions(constant, options)
     basis = basis[:, -len(variance) :]
-    if has_basis_gradient and len(variance) < len(constant):
-        all_variances, directions = torch.linalg.eigh(constant)
-        left_out = directions[:, : -len(variance)]
-        gaps = variance - all_variances[: -len(variance), None]
-        basis = basis + left_out @ ((left_out.T @ (c_xx - constant) @ basis) / gaps)
     ridge = _ridge(options, trace, moments.n_features)
     whiten = basis * (variance + ridge).rsqrt()
     change = torch.linalg.solve(whiten.T @ c_xx @ whiten, whiten.T @ moments.c_dx @ whiten, left=False)

@@ -30,7 +30,7 @@ def runnable(model: Subject | nn.Module) -> nn.Module:
     Such a module must contain exactly one part with parameters; otherwise AnatomyError is raised.
     """
     module = unwrap(model)
-    if not isinstance(module, nn.Module) or _has_forward(module):
+    if not isinstance(module, nn.Module) or has_forward(module):
         return module
     parts = {name: part for name, part in module.named_children() if any(True for _ in part.parameters())}
     if len(parts) == 1:
@@ -42,7 +42,8 @@ def runnable(model: Subject | nn.Module) -> nn.Module:
     )
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module has a forward pass; a LightningModule may leave it to the model that it contains."""
     owner = next((cls for cls in type(module).__mro__ if "forward" in vars(cls)), nn.Module)
     return "forward" in vars(module) or owner.__name__ not in ("Module", "LightningModule")
 
@@ -75,7 +76,7 @@ def entrances(model: nn.Module) -> list[nn.Module]:
     while True:
         inner = [m for m in chain[-1].children() if weights <= {id(p) for p in m.parameters()}]
         if len(inner) != 1:
-            return [module for module in chain if _has_forward(module)] or chain
+            return [module for module in chain if has_forward(module)] or chain
         chain.append(inner[0])
 
 

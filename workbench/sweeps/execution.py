@@ -31,8 +31,8 @@ from workbench.schema.sweeps import CURVES, LOSS_WINDOW, MEASURES, OUTCOMES, SET
 from workbench.sweeps.case_measures import measure_row
 from workbench.sweeps.run_settings import RunSettings
 from workbench.tasks.task import SeededTask, frequency_loss
+from workbench.training.callback import StepRecord
 from workbench.training.recording import first_difference
-from workbench.training.step_record import StepRecord
 
 if TYPE_CHECKING:
     import xarray as xr

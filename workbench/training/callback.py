@@ -1,4 +1,4 @@
-"""Protocol of callbacks: regularizers, faults, penalties, recorders, alarms, and custom ones.
+"""Protocol of callbacks (regularizers, faults, penalties, recorders, alarms, and custom ones), and records of steps.
 
 class LargeGradients(wb.Callback):
     def end_step(self, step, numbers):
@@ -27,10 +27,78 @@ from torch import Tensor, nn
 from workbench.errors import OptionError
 from workbench.io.run_output import RunOutput
 from workbench.schema.events import Event
-from workbench.training.step_record import NUMBERS
 
 if TYPE_CHECKING:
     import torch
+    import xarray as xr
+
+
+#: Metrics of a step that the trainer itself provides.
+NUMBERS = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Record of one step; all measurements are of the parameters before its update.
+
+    Attributes:
+        step: Number of updates before this one.
+        loss: Loss of the batch, without auxiliary terms, in nats for cross entropy.
+        auxiliary_loss: Weighted auxiliary terms that were added, such as the balance loss of a router or a penalty;
+            NaN if there are none.
+        accuracy: Fraction of targets with the largest probability; NaN if not defined.
+        grad_norm: Norm of all gradients together, before clipping; NaN if the loss is not finite.
+        learning_rate: Largest learning rate of the parameter groups.
+        cause: Reason why the step diverged: ``"loss"``, ``"grad_norm"`` or ``"non-finite"``; empty if it did not.
+        spectra: Spectra dataset with a ``step`` dimension of size one; None if not due.
+        numbers: Metrics of callbacks to record, such as ``kss_penalty`` and ``batch_size``.
+        outcomes: Results of callbacks, by their names.
+    """
+
+    step: int
+    loss: float
+    auxiliary_loss: float
+    accuracy: float
+    grad_norm: float
+    learning_rate: float
+    cause: str = ""
+    spectra: xr.Dataset | None = None
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    outcomes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shaping(self) -> Any:
+        """Record of KSS, a `workbench.callbacks.kss.Shaping`; None if the run has no KSS."""
+        return self.outcomes.get("kss")
+
+    @property
+    def active_faults(self) -> tuple[str, ...]:
+        """Names of the active faults."""
+        return self.outcomes.get("faults", ())
+
+    @property
+    def alarms(self) -> tuple[Any, ...]:
+        """Alarms raised in this step, as `workbench.alarms.Alarm`."""
+        return self.outcomes.get("guard", ())
+
+    @property
+    def kss_enabled(self) -> bool:
+        """Whether KSS was enabled in this step."""
+        return self.shaping is not None and self.shaping.control.enabled
+
+    @property
+    def kss_strength(self) -> float:
+        """Strength of KSS in this step; NaN if the run has none."""
+        return math.nan if self.shaping is None else self.shaping.control.strength
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the step diverged."""
+        return bool(self.cause)
+
+    def monitors(self) -> dict[str, float]:
+        """Return the metrics of the step; names as in ``schema.MONITORS``."""
+        return {name: getattr(self, name) for name in NUMBERS} | dict(self.numbers)
 
 
 @dataclass(frozen=True)
@@ -105,7 +173,9 @@ class Callback:
 
     The methods are called in this order: `setup`, before training; `begin`; in each step `begin_step`, `change_batch`,
     `run_pass` (which calls `around_pass` and `auxiliary_loss`), `before_update`, `end_step`, `after_step`; `end`. With
-    the methods of this class, training is bitwise identical to that without a callback.
+    the methods of this class, training is bitwise identical to that without a callback. A step is named by the number
+    of updates before it; the metrics of a step, such as ``loss``, ``grad_norm`` and ``learning_rate``, are those that
+    the trainer provides.
 
     Attributes:
         name: Name in checkpoints and configurations, unique in a run; by default that of the class.
@@ -163,28 +233,17 @@ class Callback:
         """Receive the run before it begins; raise an exception if the callback cannot act on it.
 
         An override calls that of the base class, and must not change the model or the optimizer.
-
-        Args:
-            run: Run on which to act.
         """
         self._run = run
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint into the callback of a resumed run, after `setup` and before `begin`.
-
-        Args:
-            state: State as returned by `state_dict`.
-        """
+        """Load the state of a checkpoint into the callback of a resumed run, after `setup` and before `begin`."""
 
     def begin(self) -> None:
         """Attach to the model when training begins; the store of the run does not exist yet."""
 
     def begin_step(self, step: int) -> None:
-        """Act at the beginning of a step.
-
-        Args:
-            step: Number of updates before this one.
-        """
+        """Act at the beginning of a step."""
 
     @property
     def rate_factor(self) -> float:
@@ -192,23 +251,13 @@ class Callback:
         return 1.0
 
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
-        """Return the batch of this step, changed or unchanged.
-
-        Args:
-            inputs: Inputs of the model.
-            targets: Targets of the batch.
-        """
+        """Return the inputs and targets of this step, changed or unchanged."""
         return inputs, targets
 
     def run_pass(self, one_pass: PassFunction, inputs: Any, targets: Any) -> PassResult:
-        """Run the forward and backward pass; an override may repeat it or change its gradients.
+        """Run the forward and backward pass by ``one_pass``; an override may repeat it or change its gradients.
 
         Only `workbench.train` calls it.
-
-        Args:
-            one_pass: Function that runs one pass and returns its result.
-            inputs: Inputs of the model.
-            targets: Targets of the batch.
         """
         return one_pass(inputs, targets)
 
@@ -226,24 +275,10 @@ class Callback:
         return auxiliary
 
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Act after the gradients are computed and before the parameters are updated.
-
-        Args:
-            step: Number of updates before this one.
-            numbers: Metrics of the step so far, such as ``loss``.
-        """
+        """Act after the gradients are computed and before the parameters are updated, with the metrics so far."""
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, Any] | None:
-        """Act after the update.
-
-        Args:
-            step: Number of updates before this one.
-            numbers: Metrics of the step, such as ``loss``, ``grad_norm`` and ``learning_rate``, where the trainer
-                provides them.
-
-        Returns:
-            Further metrics to record; None if there are none.
-        """
+        """Act after the update, and return further metrics to record; None if there are none."""
         return None
 
     def outcome(self) -> Any:
@@ -251,10 +286,9 @@ class Callback:
         return None
 
     def after_step(self, step: int) -> None:
-        """Act after the step is recorded and its checkpoint is written; the model may be changed here.
+        """Act after ``step`` updates, when the last one is recorded and its checkpoint is written.
 
-        Args:
-            step: Number of updates so far.
+        The model may be changed here.
         """
 
     def to_log(self) -> dict[str, float]:
@@ -266,11 +300,7 @@ class Callback:
         return {}
 
     def take_event(self, event: Event) -> None:
-        """Receive an event of any callback, in a trainer that does not record events itself.
-
-        Args:
-            event: The event.
-        """
+        """Receive an event of any callback, in a trainer that does not record events itself."""
 
     def end(self, *, is_broken: bool = False) -> None:
         """Release the model and remove hooks. May be called several times.
@@ -292,16 +322,6 @@ class Callback:
         """
         if self._run is not None:
             self._run.on_event(Event(step, kind, **what))
-
-
-def checked(callbacks: list[Callback]) -> list[Callback]:
-    """Return the callbacks unchanged; raise if two have the same name."""
-    names: set[str] = set()
-    for callback in callbacks:
-        if callback.name in names:
-            raise OptionError(f"Two callbacks have the name '{callback.name}'; rename one of them.")
-        names.add(callback.name)
-    return callbacks
 
 
 #: Names that callbacks must not use for their metrics.

@@ -28,19 +28,21 @@ from workbench.models.readable_weights import read_numbers
 from workbench.probes.failed_pass import Around, LossOf, first_bad_tensor
 from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream
-from workbench.training.callback import Callback, CallbackGroup, PassFunction, PassResult, TrainingRun
-from workbench.training.checkpoints import TrainingState, damaged, read_checkpoint, write_checkpoint
+from workbench.training.callback import Callback, CallbackGroup, PassFunction, PassResult, StepRecord, TrainingRun
 from workbench.training.recording import (
     Recording,
     SpectraTaker,
+    TrainingState,
     check_checkpoint_folder,
     check_places,
+    damaged,
     describe_run,
-    first_difference,
     open_writer,
+    read_checkpoint,
     recorded_configuration,
+    require_same,
+    write_checkpoint,
 )
-from workbench.training.step_record import StepRecord
 from workbench.training.training_plan import PRECISIONS, TrainingPlan
 
 if TYPE_CHECKING:
@@ -127,12 +129,8 @@ class Training:
         if self.recording.store is not None:
             found[str(self.recording.store)] = recorded_configuration(self.recording.store)
         for where, recorded in found.items():
-            if (difference := first_difference(recorded, self.configuration)) is not None:
-                name, before, now = difference
-                raise StoreError(
-                    f"The run at {where} has {name} = {before}, but this call has {now}; resume with the same "
-                    "configuration, or start another run."
-                )
+            remedy = "resume with the same configuration, or start another run"
+            require_same(recorded, self.configuration, where=f"The run at {where} has", now="this call", remedy=remedy)
         check_checkpoint_folder(self.recording)
         names = [callback.name for callback in self.callbacks]
         if missing := [name for name in state.callbacks if name not in names]:

@@ -35,17 +35,8 @@ def autocast(device: str, dtype: torch.dtype | None) -> Iterator[None]:
     if dtype is None:
         yield
         return
-    with torch.autocast(device, dtype), quick_products() if device == "cpu" else nullcontext():
-        yield
-
-
-@contextmanager
-def quick_products() -> Iterator[None]:
-    """Compute products as `autocast` does wherever torch's autocast is enabled, on the CPU and in bfloat16."""
-    if _knows_bfloat16():
-        yield
-        return
-    with _ProductsInFloat32():
+    is_slow = device == "cpu" and not _knows_bfloat16()
+    with torch.autocast(device, dtype), _ProductsInFloat32() if is_slow else nullcontext():
         yield
 
 
@@ -54,19 +45,13 @@ class _ProductsInFloat32(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _PRODUCTS or not _casts_to_bfloat16() or not all(map(_is_on_cpu, (*args, *kwargs.values()))):
+        casts = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
+        tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        if func not in _PRODUCTS or not casts or any(each.device.type != "cpu" for each in tensors):
             return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
             product = func(*map(_rounded, args), **{name: _rounded(value) for name, value in kwargs.items()})
         return product.bfloat16() if product.dtype is torch.float32 else product
-
-
-def _casts_to_bfloat16() -> bool:
-    return torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
-
-
-def _is_on_cpu(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.device.type == "cpu"
 
 
 def _rounded(value: Any) -> Any:

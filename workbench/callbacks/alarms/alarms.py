@@ -99,11 +99,7 @@ class Alarms:
             alarms. The rate holds for runs like those of the calibration.
         calibration: Calibration on your own healthy runs from `calibrate`; None for the built-in one, which is of small
             models (see data/README.md).
-        attributor: Model that names the fault; None for the built-in one.
         on_alarm: Function called with each `Alarm` as it is raised; its exceptions reach the training loop.
-
-    Raises:
-        OptionError: If ``false_alarms`` is not positive.
 
     Example:
         >>> import numpy as np
@@ -127,12 +123,11 @@ class Alarms:
         *,
         false_alarms: FalseAlarms = 1.0,
         calibration: Calibration | None = None,
-        attributor: Attributor | None = None,
         on_alarm: Callable[[Alarm], None] | None = None,
     ) -> None:
         self.calibration = calibration or Calibration.shipped()
         self.false_alarms = false_alarms
-        self.attributor = attributor or Attributor.shipped()
+        self.attributor = Attributor.shipped()
         self.on_alarm = on_alarm
         self.reset()
 
@@ -204,11 +199,12 @@ class Alarms:
         self._waiting.clear()
         for reading in (*of_parts, *of_update):
             if reading.step >= self._resting_until:
-                ratio = self._ratio(reading)
+                name = reading.watched.name
+                ratio = math.inf if reading.is_broken else reading.evidence / self._threshold(name)
                 if alarm := self._alarm(reading, ratio):
                     fresh.append(alarm)
                 if reading.is_evaluated or reading.is_broken:
-                    self._rows.note(reading.watched.name, ratio, is_alarm=alarm is not None)
+                    self._rows.note(name, ratio, is_alarm=alarm is not None)
         self._rows.end_update(observation.step)
         self._note_change(fresh)
         return self._raise(fresh)
@@ -255,10 +251,6 @@ class Alarms:
     def is_in_doubt(self) -> bool:
         """Whether the finding of a probe waits for another measurement to confirm it."""
         return self._probes.is_in_doubt
-
-    def _ratio(self, reading: Reading) -> float:
-        """Return the evidence over its threshold; infinite if the signal is no longer finite."""
-        return math.inf if reading.is_broken else reading.evidence / self._threshold(reading.watched.name)
 
     def _alarm(self, reading: Reading, ratio: float) -> Alarm | None:
         name = reading.watched.name

@@ -13,20 +13,24 @@ from workbench.callbacks.alarms.alarms import Alarms
 from workbench.callbacks.alarms.run_evidence import observations
 from workbench.callbacks.alarms.watched import WATCHED
 from workbench.callbacks.observation import Alarm, Observation
-from workbench.option_checks import NonNegativeInt
 from workbench.schema.runs import EVIDENCE
 
 if TYPE_CHECKING:
     import xarray as xr
 
 
-def replay(run: xr.DataTree, alarms: Alarms, *, rest: NonNegativeInt = 0) -> list[Alarm]:
+#: Steps after an action of `workbench.Actions` in which no alarm is raised.
+REST = 60
+
+
+def replay(run: xr.DataTree, alarms: Alarms) -> list[Alarm]:
     """Pass a recorded run through alarms, and return the alarms raised.
+
+    After each action of the run the alarms rest, as they did during the run.
 
     Args:
         run: Run from `workbench.open_run`.
         alarms: Alarms that receive the record; afterwards they are in the state at the end of the run.
-        rest: Steps for which the alarms rested after each action of the run; see `workbench.Actions`.
 
     Returns:
         Alarms in the order of their steps.
@@ -48,12 +52,12 @@ def replay(run: xr.DataTree, alarms: Alarms, *, rest: NonNegativeInt = 0) -> lis
         `workbench.alarms.recorded_alarms`: The alarms that a run recorded itself.
         `workbench.alarms.evidence_of`: The evidence at every step.
     """
-    for _ in _observed(run, alarms, rest):
+    for _ in _observed(run, alarms):
         pass
     return list(alarms.raised)
 
 
-def evidence_of(run: xr.DataTree, alarms: Alarms | None = None, *, rest: NonNegativeInt = 0) -> xr.Dataset:
+def evidence_of(run: xr.DataTree, alarms: Alarms | None = None) -> xr.Dataset:
     """Compute the part ``evidence`` of a run that was recorded without it, by replaying the record.
 
     ``run["evidence"] = xr.DataTree(wb.alarms.evidence_of(run))`` adds it to a run, for `workbench.plots.timeline` and
@@ -62,7 +66,6 @@ def evidence_of(run: xr.DataTree, alarms: Alarms | None = None, *, rest: NonNega
     Args:
         run: Run from `workbench.open_run`.
         alarms: Alarms that receive the record, in their current state; None for new ones with default options.
-        rest: Steps for which the alarms rested after each action of the run; see `workbench.Actions`.
 
     Returns:
         Dataset with dims ``step`` and ``signal``: ``evidence`` over the threshold of an alarm, as described in
@@ -89,7 +92,7 @@ def evidence_of(run: xr.DataTree, alarms: Alarms | None = None, *, rest: NonNega
     import xarray as xr
 
     alarms = Alarms() if alarms is None else alarms
-    rows = [row for each in _observed(run, alarms, rest) if (row := alarms._evidence_row(each)) is not None]
+    rows = [row for each in _observed(run, alarms) if (row := alarms._evidence_row(each)) is not None]
     names = [watched.name for watched in WATCHED]
     values = np.array([row.values["evidence"] for row in rows]).reshape(len(rows), len(names))
     variable = EVIDENCE["evidence"]
@@ -97,24 +100,25 @@ def evidence_of(run: xr.DataTree, alarms: Alarms | None = None, *, rest: NonNega
     return xr.Dataset({"evidence": (variable.dims, values, variable.attrs)}, coords)
 
 
-def _observed(run: xr.DataTree, alarms: Alarms, rest: int) -> Iterator[Observation]:
+def _observed(run: xr.DataTree, alarms: Alarms) -> Iterator[Observation]:
     """Yield the observations of a run, each after the alarms have processed it."""
-    answered = action_steps(run) if rest else []
+    answered = action_steps(run)
     for observation in observations(run):
         while answered and answered[0] <= observation.step:
-            alarms.rest(answered.pop(0), n_steps=rest)
+            alarms.rest(answered.pop(0), n_steps=REST)
         alarms.observe(observation)
         yield observation
     for step in answered:
-        alarms.rest(step, n_steps=rest)
+        alarms.rest(step, n_steps=REST)
 
 
 def action_steps(run: xr.DataTree) -> list[int]:
-    """Return the steps after which a recorded run carried out actions, in increasing order."""
+    """Return the steps after which alarms triggered actions in a recorded run, in increasing order."""
     if "events" not in run.children:
         return []
     events = run.children["events"].to_dataset()
-    return sorted({int(step) for step in events["step"].values[events["kind"].values == "action"]})
+    is_action = (events["kind"].values == "action") & (events["source"].values != "optimizer")
+    return sorted({int(step) for step in events["step"].values[is_action]})
 
 
 _OUTCOMES = frozenset(watched.name for watched in WATCHED if watched.is_outcome)

@@ -36,13 +36,6 @@ class CumulativeSum:
     of its past (Page 1954, doi:10.1093/biomet/41.1-2.100); mean and variance forget over 200 numbers. The slack of two
     deviations tolerates drift and accumulates jumps: one of eight deviations adds 6 at each step. The sum has no
     p value; `Calibration` measures how often healthy runs reach a sum.
-
-    Args:
-        least_scale: Smallest standard deviation, in units of the values, shape (series,).
-
-    Attributes:
-        value: The sums, shape (series,).
-        n_since: Numbers processed since each sum was 0, shape (series,).
     """
 
     def __init__(self, least_scale: np.ndarray) -> None:

@@ -202,13 +202,7 @@ WATCHED: tuple[Watched, ...] = (*_MONITORED, *_OF_ATTENTION, *_OF_ROUTERS, *_OF_
 
 @dataclass(frozen=True)
 class WatchedValues:
-    """A watched signal in one measurement.
-
-    Attributes:
-        watched: The signal.
-        values: Its values as recorded: of the full model, by layer, or by layer and head.
-        layers: Indices of the layers; None if it has none.
-    """
+    """A watched signal in one measurement."""
 
     watched: Watched
     values: np.ndarray

@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workbench.callbacks.baselines.mup import MuP
-from workbench.callbacks.baselines.optimizers import LAMB, SAM, Lion
+from workbench.callbacks.baselines.optimizers import LAMB, SAM, Lion, MuP
 from workbench.callbacks.baselines.penalties import (
     ActivationVariance,
     GradientPenalty,
@@ -65,9 +64,6 @@ class Control:
         settings: Arguments of `workbench.train` that define the control.
         parametrization: Parametrization of the new model; None if there is none.
         rate_factor: Ratio of the learning rate to the nominal one.
-
-    Raises:
-        OptionError: If ``rate_factor`` is not a positive number.
 
     Example:
         >>> import workbench as wb

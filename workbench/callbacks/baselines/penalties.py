@@ -21,7 +21,7 @@ from workbench.errors import AnatomyError
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_examples
 from workbench.models.block_hooks import BlockCall, BlockHooks
-from workbench.models.calling import entrances, on_device_of, unwrap
+from workbench.models.calling import entrances, has_forward, on_device_of, unwrap
 from workbench.option_checks import (
     Fraction,
     NonNegativeFloat,
@@ -71,9 +71,6 @@ class Penalty(ABC):
         coefficient: Weight of the penalty in the loss; 0 disables it.
         interval: Steps between two applications, the first of which is at step 0. The weight does not depend on it.
         is_second_order: Whether the penalty contains gradients, so that training needs second derivatives.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb
@@ -290,15 +287,6 @@ class PenaltyTerms(Callback):
 
     The random draws of a penalty depend only on the seed and the step. A pass that is repeated within a step (SAM,
     LBFGS) therefore has the same penalty, and the global random states are not changed.
-
-    Args:
-        penalties: Penalties of this package; a coefficient of 0 disables one.
-        model: Model whose blocks `workbench.read_anatomy` finds; None for that of the run.
-        seed: Seed of the random draws of the penalties.
-        stack: Stack of the blocks; see `workbench.read_anatomy`.
-
-    Raises:
-        OptionError: If an element of ``penalties`` is not a penalty.
     """
 
     name = "penalties"
@@ -325,14 +313,7 @@ class PenaltyTerms(Callback):
         return any(penalty.coefficient for penalty in self.penalties)
 
     def read_anatomy(self, inputs: Any) -> None:
-        """Find the residual blocks; has to be called once before `watch`.
-
-        Args:
-            inputs: Batch of inputs of the model; its first two examples are used.
-
-        Raises:
-            AnatomyError: If the residual stream cannot be identified with certainty, or there is no model yet.
-        """
+        """Find the residual blocks; has to be called once before `watch`."""
         if self.model is None:
             raise AnatomyError("The penalties have no model yet; train with them.")
         inputs = on_device_of(self.model, take_examples(inputs, slice(0, 2)))
@@ -351,14 +332,10 @@ class PenaltyTerms(Callback):
     def setup(self, run: TrainingRun) -> None:
         """Act on the model of the run, or on the model inside if that is a wrapper without a forward pass."""
         super().setup(run)
-        self.model = next(unwrap(module) for module in entrances(run.model) if _has_forward(module))
+        self.model = next(unwrap(module) for module in entrances(run.model) if has_forward(module))
 
     def begin(self) -> None:
-        """Find the residual blocks if there is a probe; otherwise this happens in the first step.
-
-        Raises:
-            AnatomyError: If the residual stream cannot be identified with certainty.
-        """
+        """Find the residual blocks if there is a probe; otherwise this happens in the first step."""
         probe = self.run.probe
         if self.are_on and probe is not None:
             self.read_anatomy(probe(2))
@@ -400,15 +377,9 @@ class PenaltyTerms(Callback):
     def watch(self, step: int) -> Iterator[Callable[[Tensor], Tensor | None]]:
         """Capture the states of one forward pass.
 
-        Args:
-            step: Number of updates before this one.
-
         Yields:
             A function from the loss of the task to the weighted sum of the penalties of this step, a 0-dim tensor, or
             None if no penalty applies. It has to be called within the context.
-
-        Raises:
-            AnatomyError: If the blocks are unknown; from the function, if the blocks did not run as modules.
         """
         due = [(i, p) for i, p in enumerate(self.penalties) if p.coefficient and step % p.interval == 0]
         if not due:
@@ -451,9 +422,3 @@ class PenaltyTerms(Callback):
     def _random(self, number: int, step: int, device: torch.device) -> torch.Generator:
         words = np.random.SeedSequence((self.seed % 2**64, number, step)).generate_state(2, np.uint32)
         return torch.Generator(device).manual_seed(int(words[0]) << 31 | int(words[1]) >> 1)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """Return whether a module has a forward pass; a LightningModule may leave it to the model that it contains."""
-    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    return owner.__name__ not in ("Module", "LightningModule")

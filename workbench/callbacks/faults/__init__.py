@@ -23,8 +23,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from workbench.callbacks.faults.communication import DroppedBucket, LowPrecisionReduction, StaleReduction
-from workbench.callbacks.faults.conditions import CorruptedData, LargeRate, NoAuxiliaryLoss, SmallBatch
-from workbench.callbacks.faults.fault import Fault
+from workbench.callbacks.faults.fault import CorruptedData, Fault, LargeRate, NoAuxiliaryLoss, SmallBatch
 from workbench.callbacks.faults.flash_attention_mode import (
     Cut,
     FlashAttentionMode,

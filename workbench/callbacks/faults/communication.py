@@ -36,11 +36,6 @@ class DroppedBucket(Fault):
             random rank is missing from the mean. The batch is then actually split over the ranks, with ``n_ranks``
             backward passes over a part of the examples each.
         n_ranks: Number of processes, for ``lost_from="one_rank"``.
-        start: See `Fault`.
-        stop: See `Fault`.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb
@@ -73,13 +68,7 @@ class DroppedBucket(Fault):
         return self.lost_from == "one_rank"
 
     def drop(self, ranks: Sequence[Gradients], buckets: Sequence[Sequence[int]], generator: torch.Generator) -> None:
-        """Draw the buckets that are lost in a step and set their gradients to zero, in place.
-
-        Args:
-            ranks: Gradients of each rank, one per parameter.
-            buckets: Numbers of the parameters in each bucket.
-            generator: Generator on the CPU.
-        """
+        """Draw the buckets that are lost in a step and set their gradients to zero, in place."""
         is_lost = torch.rand(len(buckets), generator=generator) < self.share
         rank_of_bucket = torch.randint(self.n_ranks, (len(buckets),), generator=generator)
         for b, bucket in enumerate(buckets):
@@ -104,11 +93,6 @@ class LowPrecisionReduction(Fault):
         n_ranks: Number of processes, at least 2.
         dtype: Number format of the sums: ``"bfloat16"``, ``"float16"``, or ``"float32"`` for a control run.
         n_bits: Number of additional low bits to set to zero, 0 to 8, for bfloat16; see `workbench.faults.cut_low_bits`.
-        start: See `Fault`.
-        stop: See `Fault`.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     Example:
         >>> import torch
@@ -168,11 +152,6 @@ class StaleReduction(Fault):
         delay: Delay in steps.
         share: Probability that a bucket is delayed in a step; above 0, at most 1.
         n_buckets: Number of buckets, as in `DroppedBucket`.
-        start: See `Fault`.
-        stop: See `Fault`.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb
@@ -200,13 +179,7 @@ class StaleReduction(Fault):
     def late(
         self, kept: Sequence[Gradients], buckets: Sequence[Sequence[int]], generator: torch.Generator
     ) -> Gradients:
-        """Return the gradients that the optimizer receives: the newest ones, or the oldest ones for delayed buckets.
-
-        Args:
-            kept: Gradients of the last steps, the oldest first.
-            buckets: Numbers of the parameters in each bucket.
-            generator: Generator on the CPU.
-        """
+        """Return the gradients that the optimizer receives: the newest ones, or the oldest ones for delayed buckets."""
         is_late = torch.rand(len(buckets), generator=generator) < self.share
         gradients = list(kept[-1])
         for b, bucket in enumerate(buckets):

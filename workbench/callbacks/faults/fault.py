@@ -1,19 +1,22 @@
-"""The base class of faults, which can be switched on and off while a model trains."""
+"""Faults that can be switched while a model trains: the base class, and faults of rate, batch, loss and data."""
 
 from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import torch
+from torch import Tensor
 
 from workbench.callbacks.observation import Observers
 from workbench.errors import OptionError
-from workbench.option_checks import NonNegativeInt, check_fields, checked
+from workbench.models.batches import count_examples, take_examples
+from workbench.option_checks import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, checked, one_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
 
@@ -157,3 +160,193 @@ class Fault:
         if before != after:
             self._observers.call("enabled", before, after)
         return after
+
+
+@dataclass(kw_only=True, eq=False)
+class LargeRate(Fault):
+    """Fault: the learning rate is multiplied by a factor.
+
+    Attributes:
+        factor: Factor on the scheduled learning rate, above 0.
+        ramp: Steps over which the factor changes linearly from 1 to its value, each time the fault is switched on;
+            0 applies it immediately.
+
+    Example:
+        >>> import workbench as wb
+        >>> fault = wb.faults.LargeRate(factor=5.0, ramp=4, start=0)
+        >>> [fault.rate_factor(n) for n in (1, 2, 4, 8)]
+        [3.0, 4.0, 5.0, 5.0]
+
+    See Also:
+        `workbench.faults.SmallBatch`: Raises the ratio of learning rate to batch size in the other way.
+        `workbench.find_rate`: Finds a suitable learning rate.
+    """
+
+    kind: ClassVar[str] = "large_rate"
+    meaning: ClassVar[str] = "the learning rate is multiplied"
+    factor: PositiveFloat = 10.0
+    ramp: NonNegativeInt = 0
+
+    @property
+    def effect(self) -> str:
+        """Effect of the fault while it is on, as a clause."""
+        return f"the learning rate is multiplied by {self.factor:g}" + (
+            f", reached over {self.ramp} steps" if self.ramp else ""
+        )
+
+    def rate_factor(self, n_steps_on: int) -> float:
+        """Return the factor on the learning rate, after ``n_steps_on`` steps in which the fault was on."""
+        return 1 + (self.factor - 1) * (min(1.0, (n_steps_on + 1) / self.ramp) if self.ramp else 1.0)
+
+
+@dataclass(kw_only=True, eq=False)
+class SmallBatch(Fault):
+    """Fault: only the first examples of each batch are used.
+
+    Attributes:
+        n_rows: Number of examples that are used.
+
+    Example:
+        >>> import torch
+        >>> import workbench as wb
+        >>> fault = wb.faults.SmallBatch(n_rows=2)
+        >>> tokens, targets = fault.batch(torch.zeros(8, 4), torch.zeros(8, 4))
+        >>> tuple(tokens.shape)
+        (2, 4)
+
+    See Also:
+        `workbench.faults.LargeRate`: Raises the ratio of learning rate to batch size in the other way.
+    """
+
+    kind: ClassVar[str] = "small_batch"
+    meaning: ClassVar[str] = "only the first examples of each batch are used"
+    n_rows: PositiveInt = 2
+
+    @property
+    def effect(self) -> str:
+        """Effect of the fault while it is on, as a clause."""
+        if self.n_rows == 1:
+            return "only the first example of each batch is used"
+        return f"only the first {self.n_rows} examples of each batch are used"
+
+    def batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
+        """Return the inputs and targets of a batch that are used.
+
+        Raises:
+            OptionError: If the batch has fewer than ``n_rows`` examples.
+        """
+        if (n_examples := count_examples(inputs)) < self.n_rows:
+            raise OptionError.of("n_rows", self.n_rows, f"at most {n_examples}, the number of examples of the batch")
+        return take_examples(inputs, slice(0, self.n_rows)), targets[: self.n_rows]
+
+
+@dataclass(kw_only=True, eq=False)
+class NoAuxiliaryLoss(Fault):
+    """Fault: the auxiliary loss of the model, such as the balance of a router, is left out.
+
+    Penalties are not affected. The recorded ``auxiliary_loss`` is that of the remaining terms; 0 if there are none.
+
+    Example:
+        >>> import workbench as wb
+        >>> model = wb.zoo.moe(d_model=16, n_layers=1, n_heads=2, n_experts=4)
+        >>> fault = wb.faults.NoAuxiliaryLoss(start=1)
+        >>> run = wb.train(model, wb.tasks.associative_recall(), n_steps=2, faults=[fault])
+        >>> [record.auxiliary_loss > 0 for record in run]
+        [True, False]
+
+    See Also:
+        `workbench.router_weights`: Returns the weights of the routers.
+        `workbench.monitors.max_violation`: Measures the imbalance of experts.
+    """
+
+    kind: ClassVar[str] = "no_auxiliary_loss"
+    meaning: ClassVar[str] = "the model's auxiliary loss, such as a router's balance, is left out"
+
+    @property
+    def effect(self) -> str:
+        """Effect of the fault while it is on, as a clause."""
+        return "the model's auxiliary loss is left out"
+
+
+@dataclass(kw_only=True, eq=False)
+class CorruptedData(Fault):
+    """Fault: labels or tokens are replaced by values drawn at random from those of the batch.
+
+    Attributes:
+        what: Values to replace: ``"labels"`` (all targets except -100) or ``"tokens"`` (of the inputs).
+        share: Probability that a value is replaced; above 0, at most 1.
+
+    Example:
+        >>> import workbench as wb
+        >>> fault = wb.faults.CorruptedData(what="labels", share=0.5, start=100, stop=200)
+        >>> fault.name, fault.enabled
+        ('corrupted_data', False)
+
+    See Also:
+        `workbench.faults.Fault`: Describes ``start`` and ``stop``.
+        `workbench.tasks`: Tasks with clean data.
+    """
+
+    kind: ClassVar[str] = "corrupted_data"
+    meaning: ClassVar[str] = "labels or tokens are replaced by random ones"
+    what: Annotated[str, one_of(("labels", "tokens"))] = "labels"
+    share: Fraction = 1.0
+
+    @property
+    def effect(self) -> str:
+        """Effect of the fault while it is on, as a clause."""
+        return f"{100 * self.share:g} % of the {self.what} are replaced by random ones of the batch"
+
+    def batch(self, inputs: Any, targets: Tensor, generator: torch.Generator) -> tuple[Any, Tensor]:
+        """Return a corrupted copy of a batch; the arguments are not changed.
+
+        Args:
+            inputs: Inputs of the model.
+            targets: Targets of the inputs.
+            generator: Generator on the CPU.
+
+        Raises:
+            OptionError: If the targets are not whole numbers, or the inputs have no token ids.
+        """
+        if self.what == "labels":
+            if targets.is_floating_point():
+                raise OptionError.of(
+                    "targets",
+                    str(targets.dtype),
+                    "whole numbers, which corrupted_data replaces",
+                    remedy="leave the fault out",
+                )
+            return inputs, self._replaced(targets, targets != -100, generator)
+        return _with_tokens(
+            inputs, lambda tokens: self._replaced(tokens, torch.ones_like(tokens) > 0, generator)
+        ), targets
+
+    def _replaced(self, values: Tensor, may_change: Tensor, generator: torch.Generator) -> Tensor:
+        """Return values of which a random part of those that may change is replaced."""
+        distinct = values[may_change].unique()
+        if not len(distinct):
+            return values
+        # Drawn on the CPU, so that the numbers do not depend on the device.
+        is_replaced = (torch.rand(values.shape, generator=generator) < self.share).to(values.device) & may_change
+        drawn = torch.randint(len(distinct), values.shape, generator=generator).to(values.device)
+        return torch.where(is_replaced, distinct[drawn], values)
+
+
+def _with_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return inputs with changed token ids.
+
+    These are the inputs if they are a tensor, ``input_ids`` of a mapping, or the first positional argument.
+    """
+    if isinstance(inputs, Mapping) and isinstance(tokens := inputs.get("input_ids"), Tensor):
+        return {**inputs, "input_ids": change(tokens)}
+    if isinstance(inputs, tuple | list) and inputs and isinstance(inputs[0], Tensor) and _are_tokens(inputs[0]):
+        return (change(inputs[0]), *inputs[1:])
+    if isinstance(inputs, Tensor) and _are_tokens(inputs):
+        return change(inputs)
+    raise OptionError.of(
+        "inputs", inputs, "token ids, which corrupted_data replaces", remedy="set what='labels' instead"
+    )
+
+
+def _are_tokens(values: Tensor) -> bool:
+    return not values.is_floating_point() and values.dtype != torch.bool

@@ -209,9 +209,6 @@ class FlashAttentionMode(TorchFunctionMode):
     def register_recomputation_hooks(self, modules: Iterable[nn.Module]) -> list[RemovableHandle]:
         """Activate the mode also while modules are recomputed within a backward pass.
 
-        Args:
-            modules: Modules that call attention directly.
-
         Returns:
             Handles of the hooks, which the caller removes.
         """
@@ -344,11 +341,6 @@ class LowPrecisionAttention(Fault):
         targets: Tensors that are cut: ``"output"`` (O), ``"gradient"`` (dO and all that is computed from it), or both.
         rounding: ``"truncate"`` is the fault. ``"nearest"`` is a control that cuts as many bits with almost no bias.
             ``"cast"`` (with ``n_bits=0``) is the cast to bfloat16 alone.
-        start: See `Fault`.
-        stop: See `Fault`.
-
-    Raises:
-        OptionError: If an option is out of range.
 
     Example:
         >>> import workbench as wb

@@ -19,8 +19,7 @@ from workbench.callbacks.faults.communication import (
     in_buckets,
     ring_sum,
 )
-from workbench.callbacks.faults.conditions import CorruptedData, LargeRate, NoAuxiliaryLoss, SmallBatch
-from workbench.callbacks.faults.fault import Fault
+from workbench.callbacks.faults.fault import CorruptedData, Fault, LargeRate, NoAuxiliaryLoss, SmallBatch
 from workbench.callbacks.faults.flash_attention_mode import (
     NO_CUT,
     FlashAttentionMode,
@@ -102,11 +101,7 @@ class Injection(Callback):
         return {fault.kind: fault.describe() for fault in self._faults.values()}
 
     def setup(self, run: TrainingRun) -> None:
-        """Collect the parameters whose gradients may be changed.
-
-        Raises:
-            OptionError: If a fault is incompatible with the trainer, the optimizer or the parameters.
-        """
+        """Collect the parameters whose gradients may be changed."""
         super().setup(run)
         # A trainer may train several times with the same callback.
         self.active, self._on_since, self._kept = (), {}, []
@@ -134,11 +129,7 @@ class Injection(Callback):
                 )
 
     def begin(self) -> None:
-        """Find the parts of the model that the faults change, by running it on the probe.
-
-        Raises:
-            OptionError: If the model has no attention, or no auxiliary loss, that a fault could change.
-        """
+        """Find the parts of the model that the faults change, by running it on the probe."""
         run = self.run
         if run.probe is None or not self._of(LowPrecisionAttention, NoAuxiliaryLoss):
             return
@@ -213,11 +204,7 @@ class Injection(Callback):
         return auxiliary if auxiliary is None or self.keeps_auxiliary_loss else torch.zeros_like(auxiliary)
 
     def change_batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-        """Return the batch of this step as changed by the faults.
-
-        Raises:
-            OptionError: If the batch has too few examples for `SmallBatch`, or nothing for `CorruptedData` to replace.
-        """
+        """Return the batch of this step as changed by the faults."""
         if (corrupted := self._on(CorruptedData)) is not None:
             inputs, targets = corrupted.batch(inputs, targets, self._random(corrupted))
         if (small := self._on(SmallBatch)) is not None:
@@ -225,11 +212,7 @@ class Injection(Callback):
         return inputs, targets
 
     def run_pass(self, one_pass: PassFunction, inputs: Any, targets: Tensor) -> PassResult:
-        """Run the forward and backward pass over a batch, with the faults of its gradients.
-
-        Returns:
-            The result of the pass. Over several ranks it is the mean, with the logits of all ranks.
-        """
+        """Run the forward and backward pass over a batch, with the faults of its gradients."""
         faults = self._of(*_OF_GRADIENTS)
         if not any(type(fault) in self._on_since for fault in faults):
             return one_pass(inputs, targets)
@@ -377,17 +360,6 @@ class AttachedFault:
     pass with gradients after the previous update. Gradients and learning rate are changed right before the update,
     ahead of all other hooks on the optimizer, so that a recorder sees what the optimizer receives. Faults of the data
     change the inputs of the model in training mode.
-
-    Args:
-        fault: The fault.
-        model: Module that the loop calls; it may be wrapped by DDP or FSDP2.
-        optimizer: Optimizer of its parameters; it may be wrapped too.
-        step: Number of updates so far.
-        seed: Seed of the random draws of the fault.
-
-    Attributes:
-        fault: The fault.
-        step: Number of updates so far.
     """
 
     def __init__(

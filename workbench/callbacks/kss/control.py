@@ -50,9 +50,6 @@ class KSSOptions:
         trust_region: The band and the update rule of ``coupling="trust_region"``.
         seed: Seed of the random choice of layers, examples and tokens.
 
-    Raises:
-        OptionError: If an option is out of range.
-
     Example:
         >>> import workbench as wb
         >>> options = wb.KSSOptions(n_snapshots=256, coupling="decoupled")
@@ -167,8 +164,9 @@ class KSSControls:
     def describe(self) -> dict[str, Any]:
         """Return the options that are fixed over a run, as plain values."""
         fixed = self.options
-        options = vars(fixed) | {"penalty": dict(vars(fixed.penalty)), "trust_region": dict(vars(fixed.trust_region))}
-        # In checkpoints of earlier versions.
+        # Options of earlier versions, which are part of their checkpoints.
+        penalty = {**vars(fixed.penalty), "has_basis_gradient": False}
+        options = vars(fixed) | {"penalty": penalty, "trust_region": dict(vars(fixed.trust_region))}
         return options | {"controller": None, "side": "both", "trigger": 0.0, "skip_first": 0}
 
     def state_dict(self) -> dict[str, Any]:

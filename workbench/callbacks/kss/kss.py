@@ -30,9 +30,6 @@ class KSS(KSSControls):
             layers.
         options: Options that are fixed over a run; None for the default ones.
 
-    Raises:
-        OptionError: If a value is out of range.
-
     Example:
         >>> import workbench as wb
         >>> kss = wb.KSS.recommended()

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch.nn.functional import softplus
 
-from workbench.errors import OptionError, SnapshotError
-from workbench.koopman.dmd import DmdOptions, koopman_matrices, koopman_matrix
-from workbench.models.readable_weights import read_numbers
+from workbench.errors import OptionError
+from workbench.koopman.dmd import DmdOptions, koopman_matrices
 from workbench.option_checks import (
     NonNegativeFloat,
     PositiveFloat,
@@ -57,8 +56,6 @@ class PenaltyShape:
         largest_condition: Largest condition number of an eigenvalue (Wilkinson; 1 for a normal operator), the ratio of
             its change to a change of the operator. It is infinite for the repeated eigenvalues of a defective operator.
             Above this limit the gradient is meaningless, and the layer is skipped.
-        has_basis_gradient: Whether the gradient includes the dependence of the leading directions on the parameters.
-            If it does, the penalty may decrease because the directions turn away from the unstable modes.
     """
 
     upper: PositiveFloat = 1.05
@@ -70,7 +67,6 @@ class PenaltyShape:
     rank: PositiveInt | None = 32
     ridge: NonNegativeFloat = 1e-5
     largest_condition: PositiveFloat = 1e6
-    has_basis_gradient: bool = False
 
     def __post_init__(self) -> None:
         if self.lower >= self.upper:
@@ -129,26 +125,9 @@ def layer_penalties(
 
     For an operator A = V diag(lambda) V^-1, the derivative of the penalty with respect to A is
     V^-* diag(dP/dlambda) V^*. It exists where the eigenvalues are simple. The host waits for the device only once.
-
-    Args:
-        moments: Moments of each layer.
-        shape: The penalty as a function of the moduli.
-        gamma: Target near-unit mass.
-        also: Further 0-dim tensors to read from the device at the same time.
     """
-    options = DmdOptions(ridge=shape.ridge, rank=shape.rank)
-    if shape.has_basis_gradient:
-        matrices, numbers = [_with_basis_gradient(layer, options) for layer in moments], read_numbers(also)
-    else:
-        matrices, numbers = koopman_matrices(moments, options, also)
+    matrices, numbers = koopman_matrices(moments, DmdOptions(ridge=shape.ridge, rank=shape.rank), also)
     return [_penalty_of(A, shape, gamma) for A in matrices], numbers
-
-
-def _with_basis_gradient(moments: SnapshotMoments, options: DmdOptions) -> Tensor | None:
-    try:
-        return koopman_matrix(moments, options, has_basis_gradient=True).cpu()
-    except (SnapshotError, torch.linalg.LinAlgError):
-        return None
 
 
 def _penalty_of(A: Tensor | None, shape: PenaltyShape, gamma: float) -> LayerPenalty:

@@ -101,14 +101,6 @@ class Shaper(Callback):
     through the model in eval mode, and apply the gradient of the penalty to the parameters. Because of this separate
     pass, KSS does not depend on how the loss is scaled, accumulated, recomputed or reduced, and the loss and the
     gradient norm of the task are not affected.
-
-    Args:
-        kss: KSS whose controls may be changed during training.
-
-    Attributes:
-        step: Number of optimizer steps so far.
-        last: Record of the last step; None before the first.
-        n_skipped: Number of layers skipped so far, by reason.
     """
 
     name = "kss"
@@ -182,12 +174,7 @@ class Shaper(Callback):
         self._forget()
 
     def begin(self) -> None:
-        """Attach KSS to the model; if there is a probe, the residual blocks are found here.
-
-        Raises:
-            AnatomyError: If the residual stream cannot be identified with certainty.
-            OptionError: If KSS cannot act on the model or the optimizer.
-        """
+        """Attach KSS to the model; if there is a probe, the residual blocks are found here."""
         run = self.run
         try:
             self.attach(run.model, run.optimizer)
@@ -200,7 +187,8 @@ class Shaper(Callback):
 
     def end_step(self, step: int, numbers: Mapping[str, float]) -> Mapping[str, Any]:
         """Return the metrics of the step, and record an event for each control that was changed."""
-        for change in self.new_changes():
+        changes, self._changes = self._changes, []
+        for change in changes:
             self.event(step, "kss", source="kss", message=change)
         if self.last is None:
             return {}
@@ -227,15 +215,7 @@ class Shaper(Callback):
         self.detach()
 
     def read_anatomy(self, inputs: Any) -> None:
-        """Find the residual blocks now, instead of in the first step in which KSS acts.
-
-        Args:
-            inputs: Inputs as for `workbench.read_anatomy`.
-
-        Raises:
-            AnatomyError: If the residual stream cannot be identified with certainty.
-            OptionError: If the layers to act on include one that the model does not have.
-        """
+        """Find the residual blocks now, instead of in the first step in which KSS acts."""
         self._anatomy = anatomy = _residual_blocks(self.model, inputs)
         _draw_layers(self.kss.control, len(anatomy.sites), np.random.default_rng(0))
 
@@ -243,9 +223,6 @@ class Shaper(Callback):
         """Read the controls for the coming step; all ranks use those of rank 0.
 
         Only a loop with its own step counter needs to call this.
-
-        Args:
-            step: Number of updates before the step; None for the shaper's own count.
         """
         self.step = self.step if step is None else step
         self._read_controls()
@@ -263,11 +240,6 @@ class Shaper(Callback):
             self._changes += [f"{name} {old} -> {new}" for name, old, new in pairs if old != new]
         self._control_before = control
         return control
-
-    def new_changes(self) -> list[str]:
-        """Return the changes of controls since the last call, such as ``strength 5.0 -> 2.0``."""
-        changes, self._changes = self._changes, []
-        return changes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON-compatible values."""

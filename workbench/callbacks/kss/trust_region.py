@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from workbench.models.readable_weights import read_numbers
 from workbench.option_checks import (
     Fraction,
     NonNegativeFloat,
@@ -66,16 +65,6 @@ class TrustRegion:
     def next_size(self, size: float, strength: float, *, is_undone: bool) -> float:
         """Return the size of the next update, as a fraction of the optimizer's update."""
         return max(self.smallest, size / (1 + strength)) if is_undone else min(1.0, size * self.recovery)
-
-
-def energy_gain(moments: SnapshotMoments) -> float:
-    """Return the factor by which a block increases the norm of the centered states, sqrt(E|y|^2 / E|x|^2), unit 1."""
-    return energy_gains({0: moments})[0]
-
-
-def energy_gains(moments: Mapping[int, SnapshotMoments]) -> dict[int, float]:
-    """Return `energy_gain` of each layer; the host waits for the device only once."""
-    return gains_of(moments, read_numbers(gain_terms(moments)))
 
 
 def gain_terms(moments: Mapping[int, SnapshotMoments]) -> list[Tensor]:

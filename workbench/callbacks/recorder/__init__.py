@@ -1,9 +1,9 @@
 """The recorder: measures a training run around its optimizer's step and records the values of the monitors."""
 
 from workbench.callbacks.observation import Observation
-from workbench.callbacks.recorder.recorder import Recorder, logging_observer
+from workbench.callbacks.recorder.recorder import Recorder
 
-__all__ = ["Observation", "Recorder", "logging_observer"]
+__all__ = ["Observation", "Recorder"]
 
 
 def __dir__() -> list[str]:

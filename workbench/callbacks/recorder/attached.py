@@ -86,14 +86,6 @@ class AttachedRecorder:
 
     Metrics passed to `log` belong to the update of the batch that passed through the model last: before
     ``optimizer.step()`` to the next update, and afterwards, until the next batch begins, to the update just done.
-
-    Attributes:
-        step: Number of updates done; a loop with another count may set it between two updates.
-        numbers: Metrics of the last update, as stored.
-        is_attached: Whether the recorder still records.
-        is_hosted: Whether the store has another owner, who writes the metrics of each update, records alarms as events
-            and closes the store.
-        new_alarms: Alarms that the owner has not taken yet.
     """
 
     def __init__(
@@ -392,11 +384,7 @@ class AttachedRecorder:
         self._open_step = self.step
 
     def _write_unmade(self, *, is_agreed: bool = False) -> None:
-        """Write a row for each update that was not made.
-
-        Args:
-            is_agreed: Whether every rank does so at this moment; all then write the rows of rank 0.
-        """
+        """Write a row for each update that was not made."""
         unmade, self.batches.unmade = self.batches.unmade, []
         self._n_unmade += len(unmade)
         rows = [as_floats(seen.numbers()) for seen in unmade]
@@ -551,15 +539,13 @@ class AttachedRecorder:
         self._pass_on(observation)
 
     def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
-        """Pass an observation to the alarms, and record the alarms raised as events unless the owner does."""
+        """Pass an observation to the alarms, and record the alarms raised as events."""
         fresh = alarms.observe(observation)
         self.new_alarms += fresh
         if (row := alarms._evidence_row(observation)) is not None:
             self.output.add(row.part, row.step, row.values, row.coords)
         if fresh or alarms.is_in_doubt:
             self.check_now()
-        if self.is_hosted:
-            return
         for alarm in fresh:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms._new_attribution(fresh)) is not None:

@@ -72,13 +72,7 @@ _MOST_CHANGES = 3
 
 @dataclass(frozen=True)
 class PassContext:
-    """Context in which a pass runs: autocast, and modes that replace torch's functions.
-
-    Attributes:
-        kind: Type of the device.
-        autocast: Dtype of autocast; None if it is off.
-        modes: Modes, the outermost first.
-    """
+    """Context in which a pass runs: autocast, and modes that replace torch's functions."""
 
     kind: str = "cpu"
     autocast: torch.dtype | None = None
@@ -177,17 +171,7 @@ class Seen:
 
 @dataclass
 class Call:
-    """A forward pass that counts once a backward pass reaches its output.
-
-    Attributes:
-        inputs: Inputs; None as soon as they are counted.
-        context: Context of the pass.
-        is_training: Fraction of the modules in training mode.
-        loss: Loss in the output; None if there is none.
-        logits: Output of which the gradient shows the labels, if they are unknown.
-        largest: Mean of the largest losses; empty if the labels are unknown.
-        lookahead: Result of `lookahead`; None if it is not defined.
-    """
+    """A forward pass that counts once a backward pass reaches its output."""
 
     inputs: Any
     context: PassContext
@@ -205,17 +189,6 @@ class BatchWatch:
     A forward pass is counted when a backward pass reaches its output, whether the model is in training mode or not.
     Those of the recorder itself are not, nor those within a backward pass, which recompute activations. The hooks never
     change inputs, outputs or gradients.
-
-    Args:
-        model: Model that the loop calls.
-        n_probe_tokens: Approximate number of tokens to keep of the first batch.
-        probe: Inputs to use instead of the first batch.
-        begin: Function called when a training forward begins, before it is counted.
-        labels: Function that returns the labels of the batch; None if they are among the inputs, or unknown.
-        recent_examples: Hashes of earlier examples, from `recent_examples` of an earlier watch.
-        optimizer: Optimizers of the model.
-        loses_sight: Function called when the parameters change without an update of the optimizer.
-        notes_unmade: Whether to notice updates that are not made.
     """
 
     def __init__(
@@ -390,7 +363,12 @@ class BatchWatch:
         if not (call.is_training and self._is_random[module]):
             with suppress(Exception):  # outputs may be of any kind, and a measurement never stops a training
                 call.lookahead = next((e for t in tensors if (e := lookahead(call.inputs, t)) is not None), None)
-        logits = None if call.largest else next((each for each in tensors if _may_be_logits(each)), None)
+        may_be_logits = (
+            each
+            for each in tensors
+            if type(each) is Tensor and each.ndim > 1 and each.shape[-1] > 1 and each.is_floating_point()
+        )
+        logits = None if call.largest else next(may_be_logits, None)
         call.logits = None if logits is None else weakref.ref(logits)
         reference = weakref.ref(self)
         for tensor in tensors:
@@ -493,10 +471,6 @@ def _draws(module: nn.Module) -> bool:
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
-def _may_be_logits(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.ndim > 1 and tensor.shape[-1] > 1 and tensor.is_floating_point()
-
-
 def _sum(numbers: Sequence[Tensor]) -> Tensor:
     return torch.stack([number.float() for number in numbers]).sum()
 
@@ -527,22 +501,16 @@ def few_examples(inputs: Any, n_tokens: int) -> Any:
         return None
     if isinstance(inputs, Mapping):
         inputs = {name: value for name, value in inputs.items() if name != _LABELS_OF_UPDATE}
-    tensors = [
-        v for v in (inputs.values() if isinstance(inputs, Mapping) else _listed(inputs)) if isinstance(v, Tensor)
-    ]
+    values = (
+        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else [inputs]
+    )
+    tensors = [v for v in values if isinstance(v, Tensor)]
     length = next((v.shape[1] for v in tensors if v.ndim in (2, 3)), 1)
-    rows = _copied(take_examples(inputs, slice(0, min(n_examples, max(1, n_tokens // max(1, length))))))
+    rows = take_examples(inputs, slice(0, min(n_examples, max(1, n_tokens // max(1, length)))))
+    rows = _mapped(rows, lambda tensor: tensor.detach().clone())
     if length > n_tokens and all(v.shape[1:] == (length,) for v in tensors):
         rows = _mapped(rows, lambda tensor: tensor[:, :n_tokens].clone())
     return rows
-
-
-def _listed(inputs: Any) -> list[Any]:
-    return list(inputs) if isinstance(inputs, tuple | list) else [inputs]
-
-
-def _copied(inputs: Any) -> Any:
-    return _mapped(inputs, lambda tensor: tensor.detach().clone())
 
 
 def _mapped(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,14 +54,7 @@ _FLAT = "FSDP1 replaces its weights by parts of flat tensors. Shard it with full
 
 @dataclass(frozen=True)
 class ModelReading:
-    """Structure of a model as names and paths, read once and also valid for the wrapped or sharded model.
-
-    Attributes:
-        anatomy: Anatomy of the residual blocks; None if they cannot be read.
-        query_keys: Query and key weights, one entry per block.
-        routers: Routers of the blocks that have one.
-        troubles: Reason why a part is missing, by part.
-    """
+    """Structure of a model as names and paths, read once and also valid for the wrapped or sharded model."""
 
     anatomy: Anatomy | None
     query_keys: list[QueryKey | Unreadable] = field(default_factory=list)
@@ -92,20 +84,7 @@ def read_model(model: nn.Module, inputs: Any) -> ModelReading:
 
 
 class Collectors:
-    """All measurements of a recorder on one model.
-
-    Args:
-        options: Options of the recorder.
-        subjects: Modules that may accept the probe, the outermost first, each with all parameters; the first one that
-            can be read is the model.
-        optimizer: Innermost optimizer.
-        parameters: Parameters as the optimizer holds them.
-        probe: A few fixed examples; without them (None) only the updates can be measured.
-        event: Function that records an event from its kind and the fields of `schema.EVENTS`.
-        reading: Structure read before the model was sharded; None to read it now.
-        around: Function that returns the context of the run's passes.
-        loss_of: Function from the model to its loss on fixed examples; None if unknown.
-    """
+    """All measurements of a recorder on one model."""
 
     def __init__(
         self,
@@ -140,10 +119,9 @@ class Collectors:
         self.reduction = ReductionCollector(optimizer, self._outermost)
         self._probes: ProbeCollector | None = None
         if self.probe is not None:
-            own = None if options.loss_of is None else partial(_loss_on, options.loss_of, self.probe)
-            self._probes = ProbeCollector(
-                self.model, self.probe, reading.anatomy, reading.query_keys, around, own or loss_of
-            )
+            if (given := options.loss_of) is not None:
+                loss_of = lambda model: given(model, self.probe)  # noqa: E731
+            self._probes = ProbeCollector(self.model, self.probe, reading.anatomy, reading.query_keys, around, loss_of)
         self._probe_pass: ModelProbe | None = None
         self._taker: SpectraTaker | None = None
         #: Parts that are measured after an update -> function from the step and their probe values to their values.
@@ -152,10 +130,10 @@ class Collectors:
             "router": self.router,
             "optimizer": self.update,
             "activations": self.activations,
-            "curvature": self.curvature,
-            "precision": self.precision,
+            "curvature": lambda step, probed: self.curvature(),
+            "precision": lambda step, probed: self.precision(),
             "reduction": lambda step, probed: self.reduction.values(),
-            "update": self.update_effect,
+            "update": lambda step, probed: self.update_effect(),
         }
 
     def begin(self, step: int) -> None:
@@ -334,9 +312,8 @@ class Collectors:
             self._require_memory(_n_bytes(new))
             self._probes.begin_update(copies)
 
-    def precision(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def precision(self) -> dict[str, np.ndarray]:
         """Return the errors of the run's arithmetic."""
-        del step, probed
         assert self._probes is not None
         sites = () if self.reading.anatomy is None else self.reading.anatomy.sites
         # Parameters and gradients of one block, three times, one of them in float64.
@@ -344,9 +321,8 @@ class Collectors:
         with self._passes():
             return self._probes.precision()
 
-    def update_effect(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, float]:
+    def update_effect(self) -> dict[str, float]:
         """Return the effect of the update on the loss of fixed examples."""
-        del step, probed
         assert self._probes is not None
         with self._passes():
             return self._probes.update()
@@ -357,7 +333,6 @@ class Collectors:
 
     def update(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the measures of the update, from the parameters before and after it."""
-        del probed
         values, broken = self._update.end()
         self._report_broken(step, broken)
         return values
@@ -370,9 +345,8 @@ class Collectors:
         self._report_broken(step, {int(layer): "activations" for layer in np.flatnonzero(is_bad)})
         return dict(probed)
 
-    def curvature(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, float]:
+    def curvature(self) -> dict[str, float]:
         """Return the sharpness of the loss on the probe, also preconditioned by Adam."""
-        del step, probed
         loss_of = self.options.loss_of
         if loss_of is None:
             raise OptionError("curvature needs the loss as a function; pass Recorder(loss_of=).")
@@ -488,10 +462,6 @@ class Collectors:
 
 def _n_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _loss_on(loss_of: Callable[[nn.Module, Any], Tensor], probe: Any, model: nn.Module) -> Tensor:
-    return loss_of(model, probe)
 
 
 def _reason(error: Exception) -> str:

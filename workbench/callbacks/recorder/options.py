@@ -77,14 +77,7 @@ class RecorderOptions:
 
 @dataclass
 class RecorderMemory:
-    """What a recorder keeps from one attachment to the next.
-
-    Attributes:
-        step: Number of updates done when the last attachment ended.
-        probe: Examples on which it measured; None if there are none yet.
-        recent_examples: Hashes of the latest examples.
-        settings: State of the comparison of the run's settings.
-    """
+    """What a recorder keeps from one attachment to the next."""
 
     step: int = 0
     probe: Any = None
@@ -94,28 +87,10 @@ class RecorderMemory:
 
 #: Metrics of every update, in the order in which they are stored; NaN if unknown.
 NUMBERS = (
-    "loss",
-    "auxiliary_loss",
-    "accuracy",
-    "grad_norm",
-    "learning_rate",
-    "batch_size",
-    "n_tokens",
-    "token_entropy",
-    "label_entropy",
-    "label_agreement",
-    "largest_losses",
-    "ignored_labels",
-    "repeated_examples",
-    "loss_weight",
-    "is_training",
-    "loss_scale",
-    "is_skipped",
-    "repeated_batch",
-    "lookahead",
-    "update_ratio",
-    "spike_score",
-)
+    "loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate", "batch_size", "n_tokens", "token_entropy",
+    "label_entropy", "label_agreement", "largest_losses", "ignored_labels", "repeated_examples", "loss_weight",
+    "is_training", "loss_scale", "is_skipped", "repeated_batch", "lookahead", "update_ratio", "spike_score",
+)  # fmt: skip
 
 
 def as_number(name: str, value: Any) -> float | Tensor:

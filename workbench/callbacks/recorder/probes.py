@@ -37,17 +37,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 
 class ProbeCollector:
-    """Measurements that need gradients of a few examples.
-
-    Args:
-        model: Model without its wrappers.
-        probe: Examples of the recorder, of which a few are used.
-        anatomy: Anatomy of the blocks; None if it cannot be read.
-        query_keys: Query and key weights, one entry per block.
-        around: Function that returns the context of the run's passes.
-        loss_of: Function from the model to its loss on fixed examples; None for the loss that the model itself returns
-            for the probe, if it does.
-    """
+    """Measurements that need gradients of a few examples."""
 
     def __init__(
         self,
@@ -142,7 +132,11 @@ class QueryKeyWindow:
     ) -> None:
         self.n_layers = len(readings)
         self.parameters, self.alpha = parameters, alpha
-        self._groups = _by_shape([reading for reading in readings if isinstance(reading, QueryKey)])
+        groups: dict[tuple, list[QueryKey]] = {}
+        for reading in readings:
+            if isinstance(reading, QueryKey):
+                groups.setdefault((reading.query.shape, reading.key.shape), []).append(reading)
+        self._groups = list(groups.values())
         self.n_heads = max((group[0].query.shape[0] for group in self._groups), default=0)
         self._base: list[tuple[Tensor, Tensor]] = []
 
@@ -168,7 +162,9 @@ class QueryKeyWindow:
         # All are read first: shards are gathered from all ranks, which would wait if a computation failed on one.
         bases, self._base = self._base, [self._read(group) for group in self._groups]
         for group, before, now in zip(self._groups, bases, self._base, strict=True):
-            for part in _parts(now[0]):
+            n_layers = max(1, _ENTRIES_AT_A_TIME // max(1, now[0][0].numel()))  # that are computed together
+            for start in range(0, len(now[0]), n_layers):
+                part = slice(start, start + n_layers)
                 layers = [reading.layer for reading in group[part]]
                 spectra = qk_update_spectrum(*(w[part] for w in (*before, *now)))
                 good = [torch.isfinite(w[part]).flatten(1).all(1) for w in now]
@@ -189,21 +185,8 @@ class QueryKeyWindow:
         return torch.stack([_wide(q) for q in queries]), torch.stack([_wide(k) for k in keys])
 
 
-def _by_shape(readings: Sequence[QueryKey]) -> list[list[QueryKey]]:
-    groups: dict[tuple, list[QueryKey]] = {}
-    for reading in readings:
-        groups.setdefault((reading.query.shape, reading.key.shape), []).append(reading)
-    return list(groups.values())
-
-
 def _wide(weight: Tensor) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
-
-
-def _parts(queries: Tensor) -> list[slice]:
-    """Return slices of layers that are computed together."""
-    step = max(1, _ENTRIES_AT_A_TIME // max(1, queries[0].numel()))
-    return [slice(start, start + step) for start in range(0, len(queries), step)]
 
 
 #: Values of a step that was not measured.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import distributed
 
+from workbench.callbacks.recorder.options import NUMBERS
 from workbench.errors import OptionError, SnapshotError
 from workbench.formatting import listed
 from workbench.io.run_output import issue_warning
@@ -26,27 +27,9 @@ T = TypeVar("T")
 #: Seconds after which a rank says that it waits for others, and after which it gives up.
 PATIENCE, LIMIT = 10.0, 120.0
 
-#: Metrics of an update that are averaged over the ranks that have them, and those that are summed.
-MEANS = (
-    "loss",
-    "auxiliary_loss",
-    "accuracy",
-    "grad_norm",
-    "learning_rate",
-    "token_entropy",
-    "label_entropy",
-    "label_agreement",
-    "largest_losses",
-    "ignored_labels",
-    "repeated_examples",
-    "loss_weight",
-    "is_training",
-    "loss_scale",
-    "is_skipped",
-    "lookahead",
-    "update_ratio",
-)
+#: Metrics of an update that are summed over the ranks that have them; all others that are shared are averaged.
 SUMS = ("batch_size", "n_tokens", "n_changes", "n_unmade")
+MEANS = tuple(name for name in NUMBERS if name not in (*SUMS, "repeated_batch", "spike_score"))
 
 
 def is_first() -> bool:
@@ -195,15 +178,12 @@ def changed_on_any(own: list[Change]) -> list[Change]:
     for rank, changes in enumerate(ranks):
         for change in changes:
             found.setdefault(change[0], (change, []))[1].append(rank)
-    return [
-        (name, factor, sentence if len(where) == len(ranks) else _on_ranks(where, sentence))
-        for name, ((_, factor, sentence), where) in found.items()
-    ]
-
-
-def _on_ranks(ranks: list[int], sentence: str) -> str:
-    """Prefix a sentence with ranks, such as "On rank 1 the learning rate rose"."""
-    return f"On {_in_words(ranks)} {sentence[0].lower()}{sentence[1:]}"
+    changed = []
+    for name, ((_, factor, sentence), where) in found.items():
+        if len(where) < len(ranks):
+            sentence = f"On {_in_words(where)} {sentence[0].lower()}{sentence[1:]}"
+        changed.append((name, factor, sentence))
+    return changed
 
 
 def _in_words(ranks: list[int]) -> str:

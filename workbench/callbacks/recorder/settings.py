@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from operator import attrgetter
 from typing import Any
@@ -43,7 +43,8 @@ def settings_of(optimizer: Any, model: nn.Module, **known: Any) -> dict[str, Any
     inner, module = innermost(optimizer), bare(model)
     found: dict[str, Any] = {"optimizer": inner.name if isinstance(inner, JointOptimizer) else type(inner).__name__}
     found |= _options(inner.param_groups) | _optimized(inner.param_groups) | _model(module) | _arithmetic(inner)
-    found |= {f"version of {name}": version for name, version in _packages()}
+    packages = (entry.rpartition(" ") for entry in versions().split(", ") if entry)
+    found |= {f"version of {name}": version for name, _, version in packages}
     return found | {name: _plain(value) for name, value in known.items()}
 
 
@@ -74,7 +75,7 @@ def _model(model: nn.Module) -> dict[str, Any]:
         n_in_eval += not module.training
         if (config := vars(module).get("config")) is not None:
             attention[id(config)] = getattr(config, "_attn_implementation", None)
-        for parameter in _own(module):
+        for parameter in (each for each in module._parameters.values() if each is not None):
             n_trainable += parameter.numel() * parameter.requires_grad
             dtypes.add(parameter.dtype)
             devices.add(parameter.device)
@@ -86,10 +87,6 @@ def _model(model: nn.Module) -> dict[str, Any]:
         "device": _distinct(devices),
         "attention": _distinct(name for name in attention.values() if name is not None),
     }
-
-
-def _own(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (parameter for parameter in module._parameters.values() if parameter is not None)
 
 
 def _arithmetic(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -112,11 +109,6 @@ def _arithmetic(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "efficient_attention": cuda.mem_efficient_sdp_enabled(),
         "cudnn_attention": cuda.cudnn_sdp_enabled(),
     }
-
-
-def _packages() -> list[tuple[str, str]]:
-    pairs = (entry.rpartition(" ") for entry in versions().split(", ") if entry)
-    return [(name, version) for name, _, version in pairs]
 
 
 def _distinct(values: Iterable[Any]) -> str | None:

@@ -49,11 +49,6 @@ class UpdateCollector:
     Sums of squares are added over the ranks that hold shards; no parameter is gathered. Small tensors of a module are
     concatenated into one vector, since on a GPU launching a computation takes about as long as computing with a small
     tensor.
-
-    Args:
-        optimizer: Innermost optimizer.
-        parameters: Map between the tensors of the optimizer and those of the model.
-        anatomy: Anatomy of the blocks; None if unknown: all parameters are then in the module "outside".
     """
 
     def __init__(self, optimizer: JointOptimizer, parameters: OptimizedParameters, anatomy: Anatomy | None) -> None:
