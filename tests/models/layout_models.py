@@ -4,7 +4,28 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from workbench.models.block_hooks import BlockHooks
+
 VOCABULARY, WIDTH = 64, 16
+
+
+def built(kind):
+    """Return a model with fixed random weights in eval mode."""
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+def seen(model, anatomy, tokens):
+    """Return the states that enter and that leave each block in one pass."""
+    entered, left = [], []
+    hooks = BlockHooks(
+        anatomy.sites,
+        lambda call: entered.append(call.state_in.clone()) and None,
+        lambda call: left.append(call.state_out.clone()),
+    )
+    with torch.no_grad(), hooks:
+        model(tokens)
+    return entered, left
 
 
 class Residual(nn.Module):

@@ -20,8 +20,8 @@ from benchmarks.third_party.written_models import (
     Skips,
     Towers,
 )
+from tests.models.layout_models import built, seen
 from workbench.errors import AnatomyError
-from workbench.models.block_hooks import BlockHooks
 
 
 @pytest.fixture
@@ -29,24 +29,13 @@ def tokens():
     return torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
 
 
-def built(kind):
-    torch.manual_seed(0)
-    return kind().eval()
-
-
 @pytest.mark.parametrize("kind", [Scalars, Skips, Positions, PerFeature, Averages, Normed])
 def test_states_are_those_that_enter_and_leave_the_blocks(kind, tokens):
     model = built(kind)
     anatomy = wb.read_anatomy(model, tokens)
     assert (anatomy.stack, len(anatomy.sites), anatomy.width) == ("blocks", DEPTH, WIDTH)
-    entered, left = [], []
-    hooks = BlockHooks(
-        anatomy.sites,
-        lambda call: entered.append(call.state_in.clone()) and None,
-        lambda call: left.append(call.state_out.clone()),
-    )
-    with torch.no_grad(), hooks:
-        model(tokens)
+    entered, left = seen(model, anatomy, tokens)
+    with torch.no_grad():
         expected = model.states(tokens)
     for (x, y), *found in zip(expected, entered[:DEPTH], left[:DEPTH], strict=True):
         assert torch.equal(found[0], x)

@@ -15,6 +15,7 @@ from torch import nn
 
 import workbench as wb
 from tests.about import says
+from tests.model_state import differences, state_of, state_of_process, structure
 from tests.models.model_families import (
     BERT,
     BY_NAME,
@@ -65,42 +66,9 @@ def passing_states(model, inputs, anatomy):
     return pairs, output
 
 
-def tensors_of(output):
-    """Return all tensors of an output, also nested ones, in order."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else []
-    return [tensor for value in values for tensor in tensors_of(value)]
-
-
 def everything(model):
-    """Return everything that must not change: flags, parameters, buffers, identities of objects, hooks."""
-    hook_tables = [
-        len(table)
-        for module in model.modules()
-        for name, table in vars(module).items()
-        if "hooks" in name and table is not None
-    ]
-    return {
-        "training": [module.training for module in model.modules()],
-        "weights": [p.clone() for p in model.parameters()],
-        "buffers": [b.clone() for b in model.buffers()],
-        "buffer_objects": [id(b) for b in model.buffers()],
-        "hooks": hook_tables,
-        "attributes": [sorted(vars(module)) for module in model.modules()],
-    }
-
-
-def random_states():
-    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # noqa: NPY002
-
-
-def assert_same(before, after):
-    for name in before:
-        if name in ("weights", "buffers"):
-            assert all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True)), name
-        else:
-            assert before[name] == after[name], name
+    """Return the state of a model and all random states."""
+    return state_of(model) | {name: state for name, state in state_of_process().items() if "random" in name}
 
 
 # --- families --------------------------------------------------------------------------------------------------------
@@ -111,17 +79,14 @@ def test_family(family):
     """Check stack, length, width and the chain of states, and that reading changes nothing, bit for bit."""
     model, inputs = build(family), make_inputs(family)
     with torch.no_grad(), undisturbed(model):  # because RWKV changes its parameters when it runs
-        expected = tensors_of(call_model(model, inputs))
+        expected = structure(call_model(model, inputs))
     model.train()
     next(model.children()).eval()  # a mixture of modes must be preserved
-    before, states_before = everything(model), random_states()
+    before = everything(model)
 
     anatomy = read_anatomy(model, inputs)
 
-    assert_same(before, everything(model))
-    states_after = random_states()
-    assert states_before[:2] == states_after[:2]
-    assert torch.equal(states_before[2], states_after[2])
+    assert not differences(before, everything(model))
     assert anatomy.stack == family.stack
     assert len(anatomy.sites) == family.n_blocks
     assert anatomy.width == family.width
@@ -132,8 +97,7 @@ def test_family(family):
     model.eval()
     with undisturbed(model):
         pairs, output = passing_states(model, inputs, anatomy)
-    for found, before_reading in zip(tensors_of(output), expected, strict=True):
-        assert torch.equal(found, before_reading)
+    assert structure(output) == expected
     for (entered, left), (next_entered, _) in pairwise(pairs):
         assert torch.equal(left, next_entered)
         assert not torch.equal(entered, left)
@@ -599,7 +563,7 @@ def test_families_that_are_rejected(name, auto, config, inputs, found):
     images = torch.randn(2, 3, 32, 32)
     with pytest.raises(AnatomyError, check=found):
         read_anatomy(model, images if inputs == "pixels" else make_inputs(family))
-    assert_same(before, everything(model))
+    assert not differences(before, everything(model))
 
 
 def test_two_towers_of_one_length():
@@ -644,17 +608,14 @@ class Stateful(NanoGpt):
 def test_reading_does_not_change_a_stateful_model(raises):
     model = Stateful(raises=raises).train()
     model.transformer.h[0].register_forward_hook(lambda *args: None)
-    before, states = everything(model), random_states()
+    before = everything(model)
     if raises:
         with pytest.raises(SnapshotError, check=says("RuntimeError: in the middle); pass inputs on which")):
             read_anatomy(model, torch.arange(14).view(2, 7))
     else:
         assert len(read_anatomy(model, torch.arange(14).view(2, 7)).sites) == 3
-    assert_same(before, everything(model))
+    assert not differences(before, everything(model))
     assert model.n_calls == 0
-    after = random_states()
-    assert states[:2] == after[:2]
-    assert torch.equal(states[2], after[2])
     assert torch.is_grad_enabled()
     assert torch.backends.mha.get_fastpath_enabled()
 

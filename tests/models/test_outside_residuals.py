@@ -23,6 +23,8 @@ from tests.models.layout_models import (
     Sandwich,
     ScaledSums,
     Triples,
+    built,
+    seen,
 )
 from workbench.errors import AnatomyError, SnapshotError
 from workbench.models.attention_weights import QueryKey
@@ -35,23 +37,6 @@ READ = [Triples, Pairs, ScaledSums, Sandwich, PostNorms, AddedSkips, MergedSkips
 @pytest.fixture
 def tokens():
     return torch.randint(VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(0))
-
-
-def built(kind):
-    torch.manual_seed(0)
-    return kind().eval()
-
-
-def seen(model, anatomy, tokens):
-    entered, left = [], []
-    hooks = BlockHooks(
-        anatomy.sites,
-        lambda call: entered.append(call.state_in.clone()) and None,
-        lambda call: left.append(call.state_out),
-    )
-    with torch.no_grad(), hooks:
-        model(tokens)
-    return entered, left
 
 
 @pytest.mark.parametrize("kind", READ)

@@ -7,6 +7,7 @@ from torch import nn
 
 import workbench as wb
 from benchmarks.third_party.written_models import DEPTH, VOCABULARY, WIDTH, Block, Fused, FusedBlock, Model, Reversible
+from tests.models.layout_models import built, seen
 from workbench.errors import AnatomyError
 from workbench.models.block_hooks import BlockHooks
 
@@ -14,11 +15,6 @@ from workbench.models.block_hooks import BlockHooks
 @pytest.fixture
 def tokens():
     return torch.randint(VOCABULARY, (12, 9), generator=torch.Generator().manual_seed(0))
-
-
-def built(kind):
-    torch.manual_seed(0)
-    return kind().eval()
 
 
 class FromZeros(Fused):
@@ -57,13 +53,8 @@ def test_states_are_the_sums(kind, tokens):
     model = built(kind)
     anatomy = wb.read_anatomy(model, tokens)
     assert (anatomy.stack, len(anatomy.sites), anatomy.width) == ("blocks", DEPTH, WIDTH)
-    entered, left = [], []
-    hooks = BlockHooks(
-        anatomy.sites,
-        lambda call: entered.append(call.state_in.clone()) and None,
-        lambda call: left.append(call.state_out.clone()),
-    )
-    with torch.no_grad(), hooks:
+    entered, left = seen(model, anatomy, tokens)
+    with torch.no_grad():
         expected = model.states(tokens)
     for found, states in ((entered, expected[:-1]), (left, expected[1:])):
         assert all(torch.equal(one, other) for one, other in zip(found, states, strict=True))
