@@ -9,37 +9,17 @@ from benchmarks.third_party.written_models import (
     DEPTH,
     VOCABULARY,
     WIDTH,
-    Averages,
     Block,
-    Gathered,
     Model,
-    Normed,
-    PerFeature,
-    Positions,
     Scalars,
-    Skips,
-    Towers,
 )
-from tests.models.layout_models import built, seen
+from tests.models.layout_models import built
 from workbench.errors import AnatomyError
 
 
 @pytest.fixture
 def tokens():
     return torch.randint(VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize("kind", [Scalars, Skips, Positions, PerFeature, Averages, Normed])
-def test_states_are_those_that_enter_and_leave_the_blocks(kind, tokens):
-    model = built(kind)
-    anatomy = wb.read_anatomy(model, tokens)
-    assert (anatomy.stack, len(anatomy.sites), anatomy.width) == ("blocks", DEPTH, WIDTH)
-    entered, left = seen(model, anatomy, tokens)
-    with torch.no_grad():
-        expected = model.states(tokens)
-    for (x, y), *found in zip(expected, entered[:DEPTH], left[:DEPTH], strict=True):
-        assert torch.equal(found[0], x)
-        assert torch.equal(found[1], y)
 
 
 class Shifted(Model):
@@ -74,7 +54,7 @@ class Mapped(Model):
         return found
 
 
-@pytest.mark.parametrize("kind", [Gathered, Shifted, Apart, Mapped])
+@pytest.mark.parametrize("kind", [Shifted, Apart, Mapped])
 def test_models_without_a_stream_are_rejected(kind, tokens):
     with pytest.raises(AnatomyError):
         wb.read_anatomy(built(kind), tokens)
@@ -87,12 +67,6 @@ def test_the_number_of_blocks_must_be_that_of_the_config(tokens):
     model.config = {"num_hidden_layers": DEPTH + 1}
     with pytest.raises(AnatomyError):
         wb.read_anatomy(model, tokens)
-
-
-def test_a_chain_is_preferred(tokens):
-    """Of two towers, the longer one is a chain, because its blocks pass their states on unchanged."""
-    model = built(Towers)
-    assert wb.read_anatomy(model, (tokens, torch.randn(3, 9, WIDTH))).stack == "text.blocks"
 
 
 def test_the_change_between_blocks_is_not_part_of_the_spectra(tokens):

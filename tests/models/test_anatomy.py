@@ -149,16 +149,6 @@ class TupleBlock(Block):
         return {"aux": aux, "state": super().forward(state)}
 
 
-class PlainAttributes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = Block(), Block(), Block()
-        self.head = nn.Linear(16, 5)
-
-    def forward(self, x):
-        return self.head(self.third(self.second(self.first(x))))
-
-
 class NanoGpt(nn.Module):
     def __init__(self, n_layer=3, promised=None):
         super().__init__()
@@ -278,12 +268,6 @@ class WideHead(nn.Module):
 @pytest.fixture
 def vectors():
     return torch.randn(2, N_TOKENS, 16, generator=torch.Generator().manual_seed(0))
-
-
-def test_plain_attributes(vectors):
-    anatomy = read_anatomy(PlainAttributes(), vectors)
-    assert anatomy.stack == "[Block]"
-    assert [site.name for site in anatomy.sites] == ["first", "second", "third"]
 
 
 @pytest.mark.parametrize("batch_first", [True, False])

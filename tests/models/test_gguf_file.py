@@ -159,13 +159,6 @@ def test_tensors_are_read_one_by_one(name, tmp_path):
     assert sum(tensor.n_bytes for tensor in state.values()) < path.stat().st_size
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16"])
-def test_every_kind_of_weights_opens(kind, tmp_path):
-    kind = GGMLQuantizationType[kind]
-    path = llama(tmp_path / "model.gguf", kind=kind)
-    assert torch.equal(wb.open_checkpoint(path).model(TOKENS).logits, reference(path)(TOKENS).logits)
-
-
 def test_the_tokenizer_is_read_from_the_file(tmp_path):
     from transformers import AutoTokenizer
 
@@ -177,13 +170,6 @@ def test_the_tokenizer_is_read_from_the_file(tmp_path):
     path.write_bytes(b"GGUF")
     with pytest.raises(wb.WorkbenchError, check=says("transformers cannot open model.gguf: error: unpack_from")):
         wb.Subject(subject.model, "x", "x", path).tokenizer  # noqa: B018
-
-
-def test_an_unknown_architecture_is_rejected(tmp_path):
-    path = write(tmp_path / "model.gguf", "nope", OUTSIDE)
-    error = rejection(path)
-    assert says("transformers cannot open model.gguf: GGUF model with")(error)
-    assert "architecture nope is not supported" in str(error)  # the sentence of transformers
 
 
 def test_a_shape_that_cannot_be_divided_into_heads_is_rejected(tmp_path):

@@ -39,37 +39,6 @@ def vit():
     return ViTForImageClassification(ViTConfig(num_hidden_layers=2, image_size=16, patch_size=4, **sizes)).eval()
 
 
-def radius(model, inputs):
-    return wb.profile(model, inputs, progress=False, n_snapshots=None)["spectral_radius"].values
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        TOKENS.numpy(), TOKENS.numpy().astype(np.int32), TOKENS.numpy().astype(np.uint16), TOKENS.to(torch.uint8),
-        TOKENS.to(torch.int32), TOKENS.numpy()[::-1][::-1], TOKENS.tolist(), {"input_ids": TOKENS.tolist()},
-        {"input_ids": TOKENS.numpy()}, [TOKENS.numpy()], [TOKENS[:2].numpy(), TOKENS[2:]], [*TOKENS.tolist()],
-        (TOKENS.numpy(),), TOKENS.numpy().astype(">i8"),
-    ],
-    ids=lambda inputs: type(inputs).__name__,
-)  # fmt: skip
-def test_the_same_tokens_in_any_form_have_the_same_spectra(llama, inputs):
-    np.testing.assert_allclose(radius(llama, inputs), radius(llama, TOKENS), rtol=1e-5)
-
-
-@pytest.mark.medium
-def test_ids_of_one_sequence_are_a_batch_of_one(llama, gpt2):
-    for model in (llama, gpt2):
-        expected = radius(model, TOKENS[:1])
-        for inputs in (TOKENS[0], TOKENS[0].numpy(), TOKENS[0].tolist(), {"input_ids": TOKENS[0]}):
-            np.testing.assert_allclose(radius(model, inputs), expected, rtol=1e-5)
-
-
-def test_lists_of_different_lengths_are_separate_sequences(llama):
-    found = wb.profile(llama, [[1, 2, 3, 4, 5], [3, 4, 5]], progress=False, n_snapshots=None)
-    assert found.attrs["n_snapshots"] == 8
-
-
 @pytest.mark.parametrize(
     ("inputs", "sentence"),
     [

@@ -13,7 +13,7 @@ from torch import nn
 
 import workbench as wb
 from tests.about import about, says
-from tests.models.weight_models import TOKENS, assert_opens, rejection, small
+from tests.models.weight_models import assert_opens, rejection, small
 from workbench.errors import CheckpointError
 from workbench.models.lazy_state import LazyTensor, lazy_state
 
@@ -41,13 +41,6 @@ NESTINGS = {
 }
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".ckpt", ".tar"])
-def test_files_with_each_ending_open(suffix, tmp_path):
-    model = small()
-    torch.save(NESTINGS["nanoGPT"](model.state_dict()), tmp_path / f"weights{suffix}")
-    assert assert_opens(tmp_path / f"weights{suffix}", model).name == "weights"
-
-
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     nesting=st.sampled_from(sorted(NESTINGS)),
@@ -68,35 +61,6 @@ def test_weights_are_read_with_every_nesting_prefix_and_dtype(nesting, prefix, d
     target = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)))
     assert wb.open_checkpoint(path, module=target).unloaded == ""
     assert all(torch.equal(target.state_dict()[name], state[prefix + name].float()) for name in target.state_dict())
-
-
-@pytest.mark.framework
-def test_a_lightning_checkpoint_opens(tmp_path):
-    import lightning
-
-    class Wrapped(lightning.LightningModule):
-        def __init__(self, width):
-            super().__init__()
-            self.save_hyperparameters()
-            self.net = small()
-
-        def training_step(self, batch, _):
-            return self.net(batch).square().mean()
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters())
-
-    module = Wrapped(width=16)
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
-    }
-    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path, **quiet)
-    trainer.fit(module, torch.utils.data.DataLoader(TOKENS, batch_size=2))
-    trainer.save_checkpoint(tmp_path / "last.ckpt")
-    assert_opens(tmp_path / "last.ckpt", module.net.eval())
 
 
 @pytest.mark.parametrize("prefix", ["model.", "net.", "a.b.", "model._orig_mod.", "module.model.", "model.module."])
@@ -121,12 +85,6 @@ def test_a_prefix_is_never_guessed(tmp_path):
     del student["student.head.weight"]
     torch.save(student, path)
     assert says("lacks ")(rejection(path, small(9)))
-
-
-def test_several_state_dicts_in_one_file_are_rejected(tmp_path):
-    state = small().state_dict()
-    torch.save({"model": state, "state_dict": state}, tmp_path / "x.pt")
-    assert says("x.pt may hold weights under each of state_dict, model; save")(rejection(tmp_path / "x.pt", small(9)))
 
 
 def test_empty_extra_state_is_ignored(tmp_path):
@@ -209,19 +167,3 @@ def test_incomplete_or_repeated_shards_are_rejected(tmp_path):
     assert says("in several files; keep only one of them.")(rejection(tmp_path, small(9)))
     (tmp_path / "model-00002-of-00003.safetensors").write_bytes(b"")
     assert says("is truncated or not a safetensors file; download it again.")(rejection(tmp_path, small(9)))
-
-
-def test_transformers_shards_without_an_index_open(tmp_path):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path, max_shard_size="5KB")
-    (tmp_path / "model.safetensors.index.json").unlink()
-    subject = wb.open_checkpoint(tmp_path)
-    assert subject.unloaded == ""
-    assert torch.equal(subject.model(TOKENS).logits, model(TOKENS).logits)
-    next(tmp_path.glob("model-00002-*")).unlink()
-    assert says("model-00002-of-")(rejection(tmp_path))

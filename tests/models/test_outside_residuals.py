@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import workbench as wb
-from benchmarks.third_party.written_models import ParallelLists, ParallelPostLists
+from benchmarks.third_party.written_models import ParallelLists
 from tests.about import says
 from tests.models.layout_models import (
     VOCABULARY,
@@ -181,23 +181,6 @@ def test_states_keep_their_graph(tokens):
             torch.autograd.grad(y.square().sum(), before, retain_graph=True) for y in (after, expected)
         )
         torch.testing.assert_close(found, gradient)
-
-
-@pytest.mark.parametrize("kind", [ParallelLists, ParallelPostLists])
-def test_parts_in_parallel_lists(kind, tokens):
-    torch.manual_seed(0)
-    model = kind().eval()
-    anatomy = wb.read_anatomy(model, tokens)
-    assert (anatomy.stack, len(anatomy.sites), anatomy.width) == ("ln1+attentions+ln2+mlps", 4, 24)
-    assert [site.name for site in anatomy.sites] == [f"attentions.{i}" for i in range(4)]
-    assert wb.read_anatomy(model, tokens, stack=anatomy.stack).stack == anatomy.stack
-    with torch.no_grad():
-        states = model.states(tokens)
-    entered, left = seen(model, anatomy, tokens)
-    for found, expected in ((entered, states[:-1]), (left, states[1:])):
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    assert len(wb.query_key_weights(model, tokens)) == 4
 
 
 class TwoPasses(ParallelLists):

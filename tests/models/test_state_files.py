@@ -1,8 +1,6 @@
 """Tensors of a .safetensors file are mapped one by one."""
 
 import argparse
-import datetime
-import enum
 import functools
 import json
 import operator
@@ -10,16 +8,10 @@ import os
 import pathlib
 import subprocess
 import sys
-import types
-import uuid
-from collections import Counter, OrderedDict, defaultdict, namedtuple
-from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 import workbench as wb
 from tests.about import says
@@ -70,57 +62,6 @@ def test_values_of_all_formats_and_writing_changes_no_file(tmp_path):
         assert torch.equal(value.view(torch.uint8), expected[name].view(torch.uint8))
         value.zero_()
     assert torch.equal(load_file(path)["torch.int64"], torch.arange(7).reshape(7, 1))
-
-
-@dataclass(frozen=True)
-class _Options:
-    rate: float = 0.1
-    inner: dict = field(default_factory=dict)
-
-
-class _Kind(enum.Enum):
-    SMALL = "small"
-
-
-class _Noisy:
-    """An object that would raise if it were created or filled."""
-
-    def __new__(cls):
-        return object.__new__(cls)
-
-    def __setstate__(self, state):
-        raise AssertionError
-
-
-_Point = namedtuple("_Point", "x y")
-
-OTHER = {
-    "Namespace": argparse.Namespace(lr=1, out=pathlib.Path("a/b")),
-    "SimpleNamespace": types.SimpleNamespace(lr=1),
-    "path": pathlib.Path("a/b"),
-    "pure path": pathlib.PureWindowsPath("a/b"),
-    "numpy scalar": np.float64(3),
-    "numpy array": {"a": np.arange(5.0), "b": np.array(["x"]), "c": np.array([[1]], dtype=np.int8)},
-    "ordered": OrderedDict(a=1),
-    "default": defaultdict(list, {"a": [1.0]}),
-    "counter": Counter("aab"),
-    "dataclass": _Options(inner={"path": pathlib.Path("x")}),
-    "enum": _Kind.SMALL,
-    "named tuple": _Point(1, 2),
-    "dates": [datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC), datetime.timedelta(3), datetime.date(2020, 1, 1)],
-    "id": uuid.UUID(int=3),
-    "setstate": _Noisy(),
-    "set": {1, 2},
-    "key": {_Kind.SMALL: 1, pathlib.Path("a"): 2},
-    "device": [torch.device("cpu"), torch.float32, torch.Size([2])],
-}
-
-
-@pytest.mark.parametrize("kind", OTHER)
-def test_weights_open_with_another_object_in_the_file(kind, tmp_path):
-    model = small()
-    torch.save({"model": model.state_dict(), "other": OTHER[kind]}, tmp_path / "x.pt")
-    assert_opens(tmp_path / "x.pt", model)
 
 
 def test_the_class_is_never_imported(tmp_path, monkeypatch):
@@ -185,15 +126,3 @@ def test_allowed_classes_are_restored(tmp_path):
     assert torch.serialization.get_safe_globals() == before
     with pytest.raises(Exception, match="Unsupported global: GLOBAL argparse.Namespace"):
         torch.load(tmp_path / "x.pt", weights_only=True)
-
-
-def test_a_pickled_module_is_rejected_with_its_class(tmp_path):
-    torch.save(nn.Linear(2, 2), tmp_path / "x.pt")
-    error = rejection(tmp_path / "x.pt", nn.Linear(2, 2))
-    assert says("x.pt contains no state dict, but an object of the class")(error)
-
-
-def test_a_program_of_torchscript_is_rejected(tmp_path):
-    torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)).save(str(tmp_path / "x.pt"))
-    error = rejection(tmp_path / "x.pt", nn.Linear(2, 2))
-    assert says("x.pt is a program of TorchScript, not a state dict; save the")(error)

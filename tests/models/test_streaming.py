@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 import workbench as wb
@@ -318,32 +318,6 @@ class TestOtherMeasurements:
             wb.train(mixtral[1], wb.tasks.random_tokens(vocab_size=90), n_steps=1)
 
 
-def test_a_distributed_folder_of_a_custom_module(tmp_path):
-    import torch.distributed.checkpoint as dcp
-
-    def built(seed):
-        torch.manual_seed(seed)
-        return wb.zoo.transformer("rms_norm", d_model=16, n_layers=3, n_heads=2, vocab_size=90, max_length=16)
-
-    model = built(0).eval()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    subjects = [wb.open_checkpoint(tmp_path / "dcp", module=built(1).eval(), streaming=flag) for flag in (False, True)]
-    expected = measured(model)
-    for subject in subjects:
-        np.testing.assert_array_equal(measured(subject).eigenvalue, expected.eigenvalue)
-    assert all(parameter.is_meta for parameter in subjects[1].model.blocks.parameters())
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3moe"])
-@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_a_gguf_file_is_dequantized_block_by_block(tmp_path, kind, dtype):
-    path = MAKERS[kind](tmp_path / "model.gguf")
-    resident, streamed = (wb.open_checkpoint(path, dtype=dtype, streaming=flag) for flag in (False, True))
-    ids = torch.arange(24).reshape(3, 8) % 20
-    assert_same(*(measured(subject, ids, n_snapshots=None) for subject in (resident, streamed)))
-    assert all(parameter.is_meta for parameter in streamed.model.model.layers.parameters())
-
-
 class _Conditioned(torch.nn.Module):
     """A model that calls a submodule of its first block, as DiT does with its embedding."""
 
@@ -384,18 +358,6 @@ def test_submodules_of_a_block_may_be_called_from_outside(tmp_path):
     assert all(parameter.is_meta for parameter in subjects[1].model.blocks.parameters())
 
 
-def test_tied_weights_are_found_under_either_name(tmp_path):
-    model = build(BY_NAME["gpt2"])
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    names = {"transformer.wte.weight": "lm_head.weight"}
-    state = {names.get(name, name): tensor for name, tensor in load_file(file).items()}
-    assert "lm_head.weight" in state
-    assert len(state) == len(load_file(file))
-    save_file(state, file, metadata={"format": "pt"})
-    assert_same(*(measured(wb.open_checkpoint(tmp_path, streaming=streaming)) for streaming in (False, True)))
-
-
 class TestCheckpointsThatCannotBeStreamed:
     @pytest.fixture
     def scarce(self, monkeypatch):
@@ -416,17 +378,6 @@ class TestCheckpointsThatCannotBeStreamed:
         assert wb.open_checkpoint(path).streamed is None
         with pytest.raises(CheckpointError, check=says("This checkpoint cannot be streamed: transformers reads all")):
             wb.open_checkpoint(path, streaming=True)
-
-    def test_a_quantized_checkpoint_is_rejected(self, llama):
-        config = (llama / "config.json").read_text()
-        quantized = '{"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": true},'
-        (llama / "config.json").write_text(config.replace("{", quantized, 1))
-        with pytest.raises(
-            CheckpointError,
-            match="cannot be streamed: it is quantized",
-            check=says("This checkpoint cannot be streamed: it is quantized; open"),
-        ):
-            wb.open_checkpoint(llama, streaming=True)
 
 
 def test_opening_a_gguf_file_dequantizes_nothing(tmp_path):

@@ -1,17 +1,21 @@
-"""Folders of DeepSpeed, of diffusers and of the Trainer of transformers."""
+"""Folders of weights: of DeepSpeed, of diffusers, and with weights under other names than transformers writes."""
 
 import json
 import sys
 import types
 from collections import OrderedDict
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import checkpoint as dcp
 
 import workbench as wb
 from tests.about import about, says
-from tests.models.weight_models import TOKENS, assert_opens, rejection, small
+from tests.models.model_families import BY_NAME, build
+from tests.models.weight_models import assert_opens, rejection, small
+from workbench.models.weight_folders import folder_weights
 
 
 def deepspeed(folder, model, name="mp_rank_00_model_states.pt"):
@@ -38,9 +42,6 @@ def test_deepspeed_folders_open(tmp_path):
 
 
 def test_weights_partitioned_among_ranks_of_model_parallelism_are_rejected(tmp_path):
-    deepspeed(tmp_path / "two", small())
-    (tmp_path / "two" / "global_step5" / "mp_rank_01_model_states.pt").write_bytes(b"")
-    assert says("ranks of model parallelism; export them as one model and")(rejection(tmp_path / "two", small(9)))
     deepspeed(tmp_path / "three", small(), "zero_pp_rank_0_mp_rank_00_model_states.pt")
     (tmp_path / "three" / "global_step5" / "zero_pp_rank_0_mp_rank_01_model_states.pt").write_bytes(b"")
     assert says("next to it and pass the file that it writes.")(rejection(tmp_path / "three", small(9)))
@@ -52,15 +53,6 @@ def diffusers_folder(folder, model, **config):
     content = {"_class_name": "DiTTransformer2DModel", "_diffusers_version": "0.33", **config}
     (folder / "config.json").write_text(json.dumps(content))
     return folder
-
-
-def test_diffusers_folders_open_with_their_module(tmp_path):
-    model = small()
-    folder = diffusers_folder(tmp_path / "dit", model)
-    assert_opens(folder, model)
-    assert says("of diffusers, which is not installed; install diffusers, or")(rejection(folder))
-    (folder / "config.json").write_text('{"_class_name": "DiTTransformer2DModel", "model_type": "llama"}')
-    assert says("module= is used only with a file of weights, which")(rejection(folder, small(9)))
 
 
 def test_a_class_of_diffusers_is_built_where_it_is_installed(tmp_path, monkeypatch):
@@ -89,29 +81,6 @@ def test_a_class_of_diffusers_is_built_where_it_is_installed(tmp_path, monkeypat
         assert about("_class_name", name)(rejection(folder))
 
 
-def test_a_pipeline_is_rejected(tmp_path):
-    (tmp_path / "model_index.json").write_text("{}")
-    folder = diffusers_folder(tmp_path / "unet", small())
-    assert str(rejection(tmp_path)).endswith(f"pass the folder of one of its models, such as {folder}.")
-
-
-def test_a_trainers_folder_with_one_checkpoint_opens(tmp_path):
-    model = small()
-    wb.save_checkpoint(model, tmp_path / "checkpoint-10")
-    (tmp_path / "runs").mkdir()
-    (tmp_path / "checkpoint-best").mkdir()
-    subject = wb.open_checkpoint(tmp_path)
-    assert (subject.name, subject.folder) == ("checkpoint-10", tmp_path / "checkpoint-10")
-    assert torch.equal(subject.model(TOKENS), model(TOKENS))
-    for step in (9, 100):
-        wb.save_checkpoint(small(step), tmp_path / f"checkpoint-{step}")
-    assert says("checkpoints; pass one, such as")(rejection(tmp_path))
-    wb.save_checkpoint(small(3), tmp_path / "other")
-    for file in (tmp_path / "other").iterdir():
-        file.rename(tmp_path / file.name)
-    assert torch.equal(wb.open_checkpoint(tmp_path).model(TOKENS), small(3)(TOKENS))
-
-
 def test_a_config_that_names_no_model_goes_with_a_module(tmp_path):
     model = small()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
@@ -122,15 +91,80 @@ def test_a_config_that_names_no_model_goes_with_a_module(tmp_path):
         assert says("module= is used only with a file of weights, which")(rejection(tmp_path, small(9)))
 
 
-def test_a_variant_of_diffusers_opens_with_its_module(tmp_path):
-    model = small()
-    folder = diffusers_folder(tmp_path / "dit", model)
-    (folder / "diffusion_pytorch_model.safetensors").rename(folder / "diffusion_pytorch_model.fp16.safetensors")
-    assert_opens(folder, model)
-
-
 def test_a_file_of_weights_in_a_folder_is_named(tmp_path):
     torch.save(small().state_dict(), tmp_path / "last.ckpt")
     error = rejection(tmp_path, small(9))
     assert says("has no config.json and is not a checkpoint folder; pass the")(error)
     assert str(error).endswith(f"pass the file {tmp_path}/last.ckpt.")
+
+
+pytestmark = [pytest.mark.medium, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+
+def only_config(folder):
+    """Write the config.json of a model of transformers into a folder, and return the model."""
+    model = build(BY_NAME["llama"])
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    return model
+
+
+def divided(folder, state, n_ranks=2):
+    """Write the files of ``save_distributed=True`` on several ranks: each has some rows of every tensor."""
+    for rank in range(n_ranks):
+        parts, offsets = {}, {}
+        for name, tensor in state.items():
+            first, last = (len(tensor) * k // n_ranks for k in (rank, rank + 1))
+            parts[name], offsets[name] = (
+                tensor[first:last].clone(),
+                {"saved_offsets": [first] + [0] * (tensor.ndim - 1)},
+            )
+        about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
+        save_file(parts, folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors", metadata=about)
+
+
+def as_state(model):
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def test_files_of_ranks_are_not_read_if_there_is_a_complete_file(tmp_path):
+    model = only_config(tmp_path)
+    model.save_pretrained(tmp_path)
+    divided(tmp_path, {name: tensor + 1 for name, tensor in as_state(model).items()})
+    opened = wb.open_checkpoint(tmp_path).model.state_dict()
+    assert all(torch.equal(opened[name], tensor) for name, tensor in as_state(model).items())
+
+
+def test_several_files_under_other_names_are_rejected(tmp_path):
+    model = only_config(tmp_path)
+    for name in ("a.safetensors", "b.safetensors"):
+        save_file(as_state(model), tmp_path / name)
+    assert says("contains several files that may be its weights")(rejection(tmp_path))
+    for name in ("one", "two"):
+        dcp.save({"model": model}, checkpoint_id=tmp_path / name, no_dist=True)
+    assert says("contains several distributed checkpoints (one, two); pass")(rejection(tmp_path))
+
+
+def test_a_folder_without_weights_has_none(tmp_path):
+    only_config(tmp_path)
+    torch.save({}, tmp_path / "training_args.bin")
+    assert folder_weights(tmp_path) is None
+    assert "no file named model.safetensors" in str(rejection(tmp_path))  # the sentence of transformers
+
+
+def test_only_the_usual_files_of_a_partial_download_are_read(tmp_path):
+    model = only_config(tmp_path)
+    save_file(as_state(model), tmp_path / "weights.safetensors")
+    assert folder_weights(tmp_path, is_fetched=False) is None
+    model.save_pretrained(tmp_path)
+    assert folder_weights(tmp_path, is_fetched=False).is_usual
+
+
+def test_sizes_of_weights_are_known_without_reading_them(tmp_path):
+    model = only_config(tmp_path)
+    torch.save({"model": {**as_state(model), "n": torch.tensor([1, 2])}}, tmp_path / "pytorch_model.bin")
+    weights = folder_weights(tmp_path)
+    n_elements = sum(tensor.numel() for tensor in model.state_dict().values()) + 2
+    assert weights.n_bytes == 4 * n_elements + 8
+    assert not weights.is_usual
+    assert weights.read().keys() == {*model.state_dict(), "n"}

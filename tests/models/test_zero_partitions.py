@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.about import about, says
-from tests.models.weight_models import Bomb, assert_opens, rejection, small
+from tests.models.weight_models import assert_opens, rejection, small
 from workbench.models.lazy_state import lazy_state
 from workbench.models.weight_folders import is_partitioned
 
@@ -113,13 +113,3 @@ def test_incomplete_folders_are_rejected(tmp_path):
     assert says("is damaged or incomplete; download it again.")(rejection(tmp_path / "b", small(9)))
     torch.save([1], place / file)
     assert says("contains no dict of tensors; download it again.")(rejection(tmp_path / "b", small(9)))
-
-
-@pytest.mark.parametrize("kind", ["model", "optim"])
-def test_code_is_not_run(kind, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    place = write(tmp_path / "a", small())
-    torch.save({"optimizer_state_dict": Bomb()}, place / f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt")
-    error = rejection(tmp_path / "a", small(9))
-    assert about(f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt", "a pickle with more than tensors")(error)
-    assert not (tmp_path / "exploded").exists()
