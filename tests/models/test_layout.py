@@ -211,7 +211,8 @@ def test_branches_are_neither_profiled_nor_suggested():
 
 @pytest.mark.parametrize("model", [EarlyExit(), Universal()], ids=["early exit", "universal"])
 def test_snapshots_are_counted_by_layer_where_depth_depends_on_data(model):
-    deep, shallow = torch.randint(VOCABULARY, (3, 40)), torch.randint(VOCABULARY, (2, 40))
+    generator = torch.Generator().manual_seed(0)
+    deep, shallow = (torch.randint(VOCABULARY, (n, 40), generator=generator) for n in (3, 2))
     deep[0, 0], shallow[0, 0] = 60, 1
     found = spectra(model, [deep, shallow])
     assert found["layer_snapshots"].values.tolist() == [200, 200, 120, 120]
