@@ -175,7 +175,7 @@ REASONS = {
         (
             "There is no file or folder",
             "is empty; pass",
-            "received an object of type",
+            "must be a path",
             "cannot be reached",
             "cannot be read",
             "cannot be opened",

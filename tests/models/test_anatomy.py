@@ -543,8 +543,8 @@ def test_stages_of_images_with_features_second():
 def test_families_that_are_rejected(name, auto, config, inputs, found):
     family = Family(name, config, "", auto=auto, inputs=inputs)
     model = build(family)
-    before = everything(model)
     images = torch.randn(2, 3, 32, 32)
+    before = everything(model)
     with pytest.raises(AnatomyError, check=found):
         read_anatomy(model, images if inputs == "pixels" else make_inputs(family))
     assert not differences(before, everything(model))

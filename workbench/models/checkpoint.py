@@ -110,12 +110,6 @@ def open_checkpoint(
         `workbench.save_checkpoint`: Saves a model of the zoo.
     """
     torch_dtype = _as_dtype(dtype)
-    if name is not None and not isinstance(name, str):
-        raise CheckpointError(f"name={name!r} is not text; pass a string, or leave it out.")
-    if module is not None and not isinstance(module, nn.Module):
-        raise CheckpointError(
-            f"module= is of type {type(module).__name__}, expected the nn.Module to which the weights belong."
-        )
     if isinstance(source, nn.Module):
         source = Subject(source, name or type(source).__name__, f"module {type(source).__qualname__}")
     if isinstance(source, Subject):
@@ -255,18 +249,10 @@ def _opened_already(subject: Subject, module: nn.Module | None, dtype: torch.dty
     return replace(subject, name=name) if name and name != subject.name else subject
 
 
-def _as_path(source: Any) -> tuple[Path, str]:
+def _as_path(source: str | os.PathLike[str]) -> tuple[Path, str]:
     """Return the argument as a path and as text."""
-    if isinstance(source, type):
-        raise CheckpointError(
-            f"The model is the class {source.__name__}; pass an instance of it, such as {source.__name__}(...)."
-        )
-    text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else None
-    if not isinstance(text, str):
-        raise CheckpointError(
-            f"open_checkpoint() received an object of type {type(source).__name__}; "
-            "pass the path of a folder or file, a hub name, or an nn.Module."
-        )
+    if not isinstance(text := os.fspath(source), str):
+        raise CheckpointError(f"The path {text!r} is not text; pass a string or a pathlib.Path.")
     try:
         path = Path(text).expanduser()
         path.is_dir()
