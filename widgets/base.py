@@ -6,6 +6,8 @@ import functools
 import html
 import logging
 import threading
+import time
+import weakref
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -84,6 +86,8 @@ class WorkbenchWidget(ipywidgets.VBox):
         self._presence = Presence()
         self._picture = StaticPicture(self._draw_picture, lambda: self.summary)
         self.export_bar = ExportBar(self)
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
         super().__init__([self._presence, self.message], **kwargs)
         self.add_class("workbench-widget")
         if theme != "page":
@@ -211,6 +215,12 @@ class WorkbenchWidget(ipywidgets.VBox):
         button.on_click(run)
         self._undo.append(lambda: button.on_click(run, remove=True))
 
+    def _repeat(self, act: Callable[[Any], Any], every: float, *, share: float) -> None:
+        """Call ``act(widget)`` regularly in a thread, for at most a share of the time, while the widget exists."""
+        arguments = weakref.ref(self), self._is_closed, act, every, share
+        self._thread = threading.Thread(target=_repeat, args=arguments, name=type(self).__name__, daemon=True)
+        self._thread.start()
+
     def _at_close(self, action: Callable[[], None]) -> None:
         """Run an action when the widget is closed; actions run in reverse order of registration."""
         self._undo.append(action)
@@ -219,6 +229,7 @@ class WorkbenchWidget(ipywidgets.VBox):
         """Stop all callbacks, and remove the widget and its children from the page and the kernel."""
         if not hasattr(self, "_picture"):  # the constructor raised an exception
             return
+        self._is_closed.set()
         self._picture.close()
         while self._undo:
             self._undo.pop()()
@@ -263,6 +274,24 @@ class WorkbenchWidget(ipywidgets.VBox):
         self._error = sentence
         style = "color:var(--jp-error-color1,#d32f2f);font-weight:600;line-height:1.5"
         self.message.value = f'<div role="alert" style="{style}">{html.escape(sentence)}</div>' if sentence else ""
+
+
+def _repeat(
+    reference: weakref.ref[Any], is_closed: threading.Event, act: Callable[[Any], Any], every: float, share: float
+) -> None:
+    pause = every
+    while not is_closed.wait(pause):
+        widget = reference()
+        if widget is None:
+            return
+        start = time.monotonic()
+        try:  # without the lock, because the user's actions must not wait for it
+            act(widget)
+        except Exception:  # shown under the widget, like an exception of any callback
+            with widget._attempt():
+                raise
+        pause = max(every, (time.monotonic() - start) / share)
+        del widget
 
 
 def close_tree(widget: ipywidgets.Widget) -> None:

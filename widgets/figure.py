@@ -37,20 +37,6 @@ if TYPE_CHECKING:
     from ipywidgets import DOMWidget
 
 
-# bokeh reads these variables when it paints, so text and lines have the colors of JupyterLab's theme.
-_CSS = """
-.workbench-figure {
-  overflow-x: auto;
-  color: var(--jp-ui-font-color2, #7a7a7a);
-  --workbench-ink: var(--jp-content-font-color1, #7a7a7a);
-  --bk-text-color: var(--workbench-ink);
-  --bk-axis-label-text-color: var(--workbench-ink);
-  --bk-major-label-text-color: var(--workbench-ink);
-  --bk-label-text-color: var(--workbench-ink);
-}
-"""
-
-
 class Figure(anywidget.AnyWidget):
     """A bokeh layout on the page; changes to its models in Python are drawn immediately.
 
@@ -59,7 +45,7 @@ class Figure(anywidget.AnyWidget):
     """
 
     _esm = fit_script() + Path(__file__).with_name("figure.js").read_text(encoding="utf-8")
-    _css = _CSS
+    _css = Path(__file__).with_name("figure.css")
     _is_open = False
     bokeh_version = traitlets.Unicode(bokeh.__version__).tag(sync=True)
 

@@ -166,7 +166,7 @@ class LiveTraining(WorkbenchWidget):
         self.alarm_list = AlarmList()
         self._at_close(self.alarm_list.close)
         self._panel = SwitchPanel(self.kss, self.faults, self._guarded)
-        self._thread: str | None = None
+        self._page_thread: str | None = None
         self._switches = Switches(self.kss, self.faults, self._tell_switched)
         self._at_close(self._switches.close)
         switched: tuple[KSS | Fault, ...] = (self.kss, *self.faults)
@@ -460,9 +460,9 @@ class LiveTraining(WorkbenchWidget):
 
     def _move_controls(self) -> None:
         """Let controls respond while a cell runs: the kernel receives clicks in the thread that last sent to them."""
-        if (thread := cells.page_thread()) is None or thread == self._thread:
+        if (thread := cells.page_thread()) is None or thread == self._page_thread:
             return
-        self._thread = thread
+        self._page_thread = thread
         self._panel.context = contextvars.copy_context()
         self._panel.say_alive()
         for control in self._buttons.controls:

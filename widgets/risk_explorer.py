@@ -24,7 +24,7 @@ from workbench.risk.risk import Risk, over_rates, predict
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.base import known
 from workbench.widgets.figure import Figure, FigureStage
-from workbench.widgets.risk import controls, words
+from workbench.widgets.risk import words
 from workbench.widgets.risk.controls import Measured, ModelChoice, PlanControls, measure, run_pilot
 from workbench.widgets.risk.words import page
 from workbench.widgets.tables import HEADLINE_CSS, headline
@@ -43,12 +43,6 @@ if TYPE_CHECKING:
 
 
 _STALE = "workbench-risk-stale"
-_CSS = f"""
-{HEADLINE_CSS}{words.CSS}{controls.PLAN_CSS}
-.{_STALE} .workbench-figure {{ opacity: 0.4; }}
-.{_STALE} .workbench-risk > div {{ border-style: dashed; }}
-.{_STALE} .workbench-risk .figure {{ color: var(--jp-ui-font-color2, #616161); font-weight: 400; }}
-"""
 _NOTHING = "Nothing has been measured yet;"
 _SMALLEST_BUDGET, _LARGEST_BUDGET = 200, 100_000
 _KINDS = {
@@ -270,7 +264,7 @@ class RiskExplorer(MeasuringWidget):
         risk = ipywidgets.HBox([self._cards, curve], layout=row | {"align_items": "flex-start"})
         self._losses = FigureStage(self.theme)
         self._shown = ipywidgets.VBox([risk, self._found, self._losses], layout={"display": "none"})
-        look = ipywidgets.HTML(f"<style>{_CSS}</style>", layout={"display": "none"})
+        look = ipywidgets.HTML(f"<style>{HEADLINE_CSS}{words.CSS}</style>", layout={"display": "none"})
         self._fill([look, self._words, setup, self.plan.box, pilot, self._shown], suggested="exports/risk")
 
     def _change_model(self) -> None:

@@ -35,33 +35,6 @@ _CSS = """<style class="workbench-static">
 .jp-RenderedImage img { max-width: 100%; height: auto; }
 </style>"""
 
-_ESM = """
-function render({ model, el, signal }) {
-  const hear = (content) => el.classList.toggle("workbench-alive", Boolean(content.alive));
-  model.on("msg:custom", hear);
-  signal.addEventListener("abort", () => model.off("msg:custom", hear));
-  try {
-    model.send({ here: true });
-  } catch { // restored from a saved notebook, without a kernel
-    return;
-  }
-  nameControlsAround(el, signal);
-}
-export default { render };
-"""
-
-
-# Style of all widgets. For the projector only controls are zoomed, since figures have their own text sizes.
-_WIDGET_CSS = """
-.workbench-widget :is(button, input, select, .noUi-handle):focus-visible {
-  outline: 2px solid var(--jp-brand-color1, #1976d2); outline-offset: 1px;
-}
-.workbench-projector :is(.widget-inline-hbox, .widget-button, .widget-html, .widget-toggle-buttons, .widget-play,
-  .widget-label, .workbench-tags) { zoom: 1.4; }
-.workbench-projector .widget-inline-hbox .widget-label { zoom: 1; }
-.workbench-busy { cursor: progress; }
-"""
-
 
 class Presence(anywidget.AnyWidget):
     """An invisible part of a live view that marks the view as working once the kernel has answered.
@@ -69,8 +42,8 @@ class Presence(anywidget.AnyWidget):
     It also adds accessible names to controls that have none.
     """
 
-    _esm = Path(__file__).with_name("access.js").read_text(encoding="utf-8") + _ESM
-    _css = _WIDGET_CSS
+    _esm = Path(__file__).with_name("presence.js")
+    _css = Path(__file__).with_name("presence.css")
 
     def __init__(self) -> None:
         super().__init__(layout={"display": "none"})

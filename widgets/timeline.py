@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +100,6 @@ class Timeline(WorkbenchWidget):
     ) -> None:
         super().__init__(theme=theme)
         self._standing = ""
-        self._thread: threading.Thread | None = None
-        self._is_closed = threading.Event()
         self.runs = _followed(runs)
         references: list[FollowedRun] | int | None
         if isinstance(healthy, str | os.PathLike | Mapping):
@@ -128,10 +124,7 @@ class Timeline(WorkbenchWidget):
         ]
         self._say()
         if self._followed:
-            self._thread = threading.Thread(
-                target=_watch, args=(weakref.ref(self), self._is_closed, poll_every), name="Timeline", daemon=True
-            )
-            self._thread.start()
+            self._repeat(Timeline.poll, poll_every, share=_SHARE)
 
     @property
     def names(self) -> list[str]:
@@ -317,7 +310,7 @@ class Timeline(WorkbenchWidget):
 
     def close(self) -> None:
         """Stop following the runs and remove the widget; the stores stay unchanged."""
-        if hasattr(self, "_is_closed"):
+        if hasattr(self, "_is_closed"):  # unless the constructor raised an exception
             self._is_closed.set()
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join(10)
@@ -412,20 +405,3 @@ def _first(names: Sequence[str], n: int = 4) -> str:
     """Return the first names, and the number of the remaining ones."""
     more = [f"{len(names) - n} more"] if len(names) > n else []
     return listed([*names[:n], *more])
-
-
-def _watch(widget: weakref.ref[Timeline], is_closed: threading.Event, poll_every: float) -> None:
-    """Read the stores regularly as long as the widget exists; this thread only reads."""
-    pause = poll_every
-    while not is_closed.wait(pause):
-        watched = widget()
-        if watched is None:
-            return
-        start = time.monotonic()
-        try:  # without the lock: reading takes a while, and the user's actions must not wait for it
-            watched.poll()
-        except Exception:  # shown under the widget, like an exception of any callback
-            with watched._attempt():
-                raise
-        pause = max(poll_every, (time.monotonic() - start) / _SHARE)
-        del watched

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
@@ -41,22 +42,7 @@ if TYPE_CHECKING:
     from workbench.course import Patient, Score
 
 
-# The budget stays in view, so no element around it may be a scroll container.
-_CSS = """
-.workbench-ward { container-type: inline-size; }
-.workbench-ward-budget { position: sticky; top: 0; z-index: 8; overflow: visible; padding: 4px 2px;
-  background: var(--jp-layout-color0, #fff); border-bottom: 1px solid var(--jp-border-color2, #ddd); }
-.workbench-ward-budget meter { width: 160px; height: 14px; vertical-align: middle; }
-.workbench-ward :is(.workbench-timeline-accounts, .workbench-timeline-lane) { position: static; }
-.workbench-ward .workbench-timeline-runs { display: none; }
-.workbench-ward .workbench-choice tbody th { min-width: 0; }
-.workbench-ward .workbench-answer { min-height: 0; padding: 6px 14px; }
-.workbench-ward :is(input, select, [role=region]):focus-visible {
-  outline: 2px solid var(--jp-brand-color1, #1976d2) !important; outline-offset: 1px; }
-.jp-CodeCell:not(.jp-mod-outputsScrolled)
-  :is(.jp-OutputArea, .jp-OutputArea-child, .jp-OutputArea-output, .widget-container):has(.workbench-ward-budget) {
-  overflow: visible; min-width: 0; }
-"""
+_CSS = Path(__file__).with_name("ward.css").read_text(encoding="utf-8")
 _TEXT = "white-space:normal;line-height:1.5;color:var(--jp-content-font-color1,#222)"
 _KINDS = {
     ".png": ("PNG", "The case as a picture: complaint, measurements, figure and score"),

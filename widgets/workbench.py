@@ -5,9 +5,7 @@ from __future__ import annotations
 import html
 import io
 import os
-import threading
 import time
-import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -108,7 +106,6 @@ class Workbench(MeasuringWidget):
         self._plans: dict[str, ViewPlan] = {}
         self._job: set[str] = set()
         self._is_held = self._is_paused = False
-        self._is_closed = threading.Event()
         self._room = Room(self._take_file, self._guarded, self._doing, self.folder)
         self._fill([self._room.box], suggested="exports/workbench")
         self._catalogue.update(search(self.folder))
@@ -122,8 +119,8 @@ class Workbench(MeasuringWidget):
         cells.succeed(self, self.folder / f"workbench {id(self)}")  # a name that no other widget uses
         with self._attempt():
             self._choose()
-        self._thread = threading.Thread(target=_follow, args=(weakref.ref(self), self._is_closed), daemon=True)
-        self._thread.start()
+        self._next_search = time.monotonic() + _SEARCH_EVERY
+        self._repeat(Workbench._follow, _EVERY, share=1.0)
 
     @property
     def sources(self) -> list[str]:
@@ -365,8 +362,10 @@ class Workbench(MeasuringWidget):
             self._job, self._is_paused = set(), True
             self._update()
 
-    def _follow(self, *, looks: bool) -> None:
-        """Update the code, and the list if requested; called regularly."""
+    def _follow(self, *, looks: bool | None = None) -> None:
+        """Update the code, and from time to time or if requested the list; called regularly."""
+        start = time.monotonic()
+        looks = start > self._next_search if looks is None else looks
         if (code := self.code) != self._room.code.value:
             self._room.code.value = code
             self._settle()
@@ -380,26 +379,9 @@ class Workbench(MeasuringWidget):
                     self._fill_list()
                 if self._is_held and not any(made.view.is_busy(made.widget) for made in self._visible.values()):
                     self._update()
-
-
-def _follow(widget: weakref.ref[Workbench], is_closed: threading.Event) -> None:
-    """Follow the views and the folder of a widget as long as it exists."""
-    next_search = time.monotonic() + _SEARCH_EVERY
-    while not is_closed.wait(_EVERY):
-        bench = widget()
-        if bench is None:
-            return
-        start = time.monotonic()
-        looks = start > next_search
-        try:
-            bench._follow(looks=looks)
-        except Exception:  # shown under the widget, like an exception of any callback
-            with bench._attempt():
-                raise
         if looks:
             now = time.monotonic()
-            next_search = now + max(_SEARCH_EVERY, (now - start) / _SHARE)
-        del bench
+            self._next_search = now + max(_SEARCH_EVERY, (now - start) / _SHARE)
 
 
 @dataclass(frozen=True)
@@ -461,7 +443,7 @@ class SourceCatalogue:
         in_folder = {source.path: source for source in found.sources if source.path not in paths}
         if not found.is_complete:
             before = {one.path: one for one in self.sources.values() if one.group == FOLDER and one.path not in paths}
-            in_folder |= {path: one for path, one in before.items() if path not in in_folder and _exists(path)}
+            in_folder |= {path: one for path, one in before.items() if path not in in_folder and path and path.exists()}
         for source in in_folder.values():
             name = source.name
             while name in sources:
@@ -481,10 +463,6 @@ class SourceCatalogue:
         self._opened.append(source)
         self.sources = {name: source, **self.sources}
         return name
-
-
-def _exists(path: Path | None) -> bool:
-    return path is not None and path.exists()
 
 
 #: Each view is a page of its own in a frame, so that their scripts and styles do not affect each other.

@@ -298,13 +298,6 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 #: Clip norms; the slider needs a number for "none".
 _CLIPPING = (("none", 0.0), *((f"{norm:g}", norm) for norm in (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)))
 
-#: The columns are wide enough for the longest name of an optimizer.
-PLAN_CSS = """
-.workbench-plan { align-items: center; overflow: visible; grid-auto-rows: max-content;
-  grid-template-columns: repeat(auto-fit, minmax(min(320px, 100%), 1fr)); }
-.workbench-projector .workbench-plan { grid-template-columns: repeat(auto-fit, minmax(min(450px, 100%), 1fr)); }
-"""
-
 
 class PlanControls:
     """Controls for the settings of a planned run."""

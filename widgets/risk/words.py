@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from workbench.formatting import DASH, fixed, percent, rounded
@@ -26,18 +27,7 @@ _MAY_EXPLODE = 0.5
 _AS_SAFE = 0.01
 #: Rates count as equal if the logarithm of their ratio is smaller than this.
 _SAME = 0.2
-CSS = """
-.workbench-risk { display: grid; gap: 10px; grid-template-columns: repeat(2, minmax(0, 1fr));
-  margin: 6px 2px; font-size: 12px; line-height: 1.4; white-space: normal; color: var(--jp-ui-font-color1, #222); }
-.workbench-risk > div { box-sizing: border-box; padding: 8px 14px; border-radius: 6px;
-  border: 1px solid var(--jp-border-color2, #bdbdbd); overflow-wrap: anywhere; }
-/* the height includes all lines, so that nothing moves when the risk becomes unknown */
-.workbench-risk > div:nth-child(-n + 2) { min-height: 12.6em; }
-.workbench-risk .figure { font-size: 2.2em; line-height: 1.25; font-weight: 600; font-variant-numeric: tabular-nums; }
-.workbench-risk .line, .workbench-risk-key { color: var(--jp-ui-font-color2, #616161); }
-.workbench-risk-key { font-size: 12px; line-height: 1.4; white-space: normal; }
-.workbench-risk-found { margin: 4px 2px; line-height: 1.5; white-space: normal; }
-"""
+CSS = Path(__file__).with_name("risk.css").read_text(encoding="utf-8")
 
 
 class RiskAnswer(NamedTuple):

@@ -82,16 +82,10 @@ _FAILED = ("architecture", "hyperparameter", "precision")
 @cache
 def shipped() -> tuple[Source, ...]:
     """Return all sources that ship with the workbench; no file is opened."""
-    found = [
-        Source(
-            name,
-            Kind.CHECKPOINT,
-            SAMPLES,
-            LibraryCall("wb.samples.load", (name,), variable=name, topic=name),
-            "sample model",
-        )
-        for name in samples.names()
-    ]
+    found = []
+    for name in samples.names():
+        call = LibraryCall("wb.samples.load", (name,), variable=name, topic=name)
+        found.append(Source(name, Kind.CHECKPOINT, SAMPLES, call, "sample model"))
     for name, options in _SMALL.items():
         call = LibraryCall("wb.zoo.ArchitectureConfig", options=tuple((options | _SIZE).items()), variable="design")
         found.append(Source(name, Kind.DESIGN, DESIGNS, call, "small design of wb.zoo, width 64, 4 blocks"))
@@ -156,6 +150,16 @@ _PLAN = FileKind("a plan", "choose another file", most_bytes=100_000)
 _METADATA = FileKind("the metadata of a store", "choose another store")
 
 
+#: Kind of a file or folder -> function that opens it; the others are passed as a path.
+_OPENED_BY = {
+    Kind.RUN: "wb.open_run",
+    Kind.REPORT: "wb.open_run",
+    Kind.LOG: "wb.read_log",
+    Kind.SWEEP: "wb.open_sweep",
+    Kind.CHECKPOINT: "wb.open_checkpoint",
+}
+
+
 class FoundSources(NamedTuple):
     """The sources in a folder."""
 
@@ -200,12 +204,7 @@ def quick_kind(path: Path, *, is_folder: bool) -> Kind | None:
         if is_folder:
             if (path / "zarr.json").is_file():
                 attributes = _attributes(path)
-                known = {
-                    "sweep": Kind.SWEEP,
-                    "assessment": Kind.REPORT,
-                    "diagnosis": Kind.REPORT,
-                    "comparison": Kind.REPORT,
-                }
+                known = {"sweep": Kind.SWEEP} | dict.fromkeys(("assessment", "diagnosis", "comparison"), Kind.REPORT)
                 return known.get(str(attributes.get("kind")), Kind.RUN if "schema_version" in attributes else None)
             if is_adapter(path) or ((path / "config.json").is_file() and has_weights(path)):
                 return Kind.CHECKPOINT
@@ -226,19 +225,11 @@ def source_at(path: Path, kind: Kind, group: str, *, base: Path) -> Source:
     name = path.relative_to(base).as_posix() if path.is_relative_to(base) else path.name
     for ending in (".zarr", ".nc"):
         name = name.removesuffix(ending) or name
-    shown = _as_text(path)
-    variable = path.name.partition(".")[0]
-    value: Any
-    if kind in (Kind.RUN, Kind.REPORT):
-        value = LibraryCall("wb.open_run", (shown,), variable=variable, topic=name)
-    elif kind == Kind.LOG:
-        value = LibraryCall("wb.read_log", (shown,), variable=variable, topic=name)
-    elif kind == Kind.SWEEP:
-        value = LibraryCall("wb.open_sweep", (shown,), variable=variable, topic=name)
-    elif kind == Kind.CHECKPOINT:
-        value = LibraryCall("wb.open_checkpoint", (shown,), variable=variable, topic=name)
-    else:
-        value = shown
+    whole, here = path.absolute(), Path.cwd()
+    shown = whole.relative_to(here).as_posix() if whole.is_relative_to(here) else str(whole)
+    value: LibraryCall | str = shown
+    if kind in _OPENED_BY:
+        value = LibraryCall(_OPENED_BY[kind], (shown,), variable=path.name.partition(".")[0], topic=name)
     return Source(name, kind, group, value, f"{kind}: {shown}", path, mark_of(path, kind))
 
 
@@ -279,12 +270,6 @@ def source_of(text: str, folder: Path) -> Source:
             f"{text} is neither a run, a log, a sweep, a checkpoint, a design nor a plan; choose one of these."
         )
     return source_at(path, kind, OPENED, base=folder)
-
-
-def _as_text(path: Path) -> str:
-    """Return a path relative to the current folder if it is below it."""
-    path, here = path.absolute(), Path.cwd()
-    return path.relative_to(here).as_posix() if path.is_relative_to(here) else str(path)
 
 
 def _attributes(store: Path) -> dict[str, Any]:

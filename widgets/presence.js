@@ -39,3 +39,16 @@ function nameControlsAround(element, signal) {
   nameControls(root);
   signal.addEventListener("abort", () => later.disconnect());
 }
+
+function render({ model, el, signal }) {
+  const hear = (content) => el.classList.toggle("workbench-alive", Boolean(content.alive));
+  model.on("msg:custom", hear);
+  signal.addEventListener("abort", () => model.off("msg:custom", hear));
+  try {
+    model.send({ here: true });
+  } catch { // restored from a saved notebook, without a kernel
+    return;
+  }
+  nameControlsAround(el, signal);
+}
+export default { render };
