@@ -8,9 +8,21 @@ import pytest
 from PIL import Image
 
 from tests.about import says
+from tests.plots import test_pilot_losses, test_rate_bands, test_rate_curve, test_reliability, test_risk_curve
 from tests.studies.test_outcomes import grid_of
 from workbench.errors import StoreError
-from workbench.plots import eigenvalue_map, explosion_edge, layer_profile, save, step_grid
+from workbench.plots import (
+    eigenvalue_map,
+    explosion_edge,
+    layer_profile,
+    pilot_losses,
+    rate_bands,
+    rate_curve,
+    reliability,
+    risk_curve,
+    save,
+    step_grid,
+)
 from workbench.plots.comparison_figures import radar
 from workbench.plots.figure_files import picture_of
 from workbench.plots.traces_figure import traces
@@ -66,14 +78,27 @@ RUN_FIGURES = {
     "explosion_edge": (explosion_edge, "outcomes", {}),
 }
 
-
+OUTCOME, RISK = test_rate_curve.outcome(), test_risk_curve.over_rates()
+FIGURES = {
+    "rate_curve": (rate_curve, {"one": OUTCOME, "two": OUTCOME}, {}),
+    "pilot_losses": (pilot_losses, test_pilot_losses.pilot(), {}),
+    "rate_bands": (rate_bands, test_rate_bands.outcomes(), {"by": "study"}),
+    "risk_curve": (risk_curve, RISK, {"learning_rate": 3e-3}),
+    "risk_curve of designs": (risk_curve, {"one": RISK, "two": RISK}, {}),
+    "reliability": (reliability, test_reliability.ONE, {}),
+}
 #: Figures that another entry draws from other data.
 REPEATED = ("radar", "step_grid", "layer_profile of runs", "eigenvalue_map of runs")
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in RUN_FIGURES])
-def draw_runs(request, runs, comparison):
-    """A figure of training runs, as a function of the backend."""
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.slow if name in REPEATED else ()) for name in (*RUN_FIGURES, *FIGURES)]
+)
+def drawn_by(request, runs, comparison):
+    """A figure as a function of the backend."""
+    if request.param in FIGURES:
+        draw, data, options = FIGURES[request.param]
+        return lambda backend: draw(data, **options, backend=backend)
     draw, given, options = RUN_FIGURES[request.param]
     pair = {name: runs[name] for name in ("Pre-LN", "none")}
     outcomes = grid_of({"none": (0.0, 1.0), "clip 1.0": (1.0, 1.0)})
@@ -86,15 +111,15 @@ def draw_runs(request, runs, comparison):
     return lambda backend: draw(data, **options, backend=backend)
 
 
-def test_figures_of_runs_are_drawn_by_both_backends_without_a_warning(draw_runs, tmp_path, recwarn):
+def test_both_backends_draw_every_figure_without_a_warning(drawn_by, tmp_path, recwarn):
     from matplotlib import pyplot as plt
 
     before = plt.get_fignums()
-    path = save(draw_runs("matplotlib"), tmp_path / "figure.png", dpi=60)
+    path = save(drawn_by("matplotlib"), tmp_path / "figure.png", dpi=60)
     assert plt.get_fignums() == before
     pixels = np.asarray(Image.open(io.BytesIO(path.read_bytes())).convert("RGB")).astype(int)
     assert (np.ptp(pixels, axis=-1) > 60).sum() > 100
-    text = save(draw_runs("bokeh"), tmp_path / "figure.html").read_text()
+    text = save(drawn_by("bokeh"), tmp_path / "figure.html").read_text()
     assert "Bokeh.embed.embed_item" in text
     assert "<script src" not in text
     assert not [str(item.message) for item in recwarn if "dateutil" not in str(item.message)]

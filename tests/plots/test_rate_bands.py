@@ -4,7 +4,7 @@ import xarray as xr
 
 from tests.about import says
 from workbench.errors import SchemaError
-from workbench.plots import rate_bands, save
+from workbench.plots import rate_bands
 
 
 def outcomes(**changes):
@@ -51,10 +51,3 @@ def test_invalid_input_is_rejected():
         rate_bands(outcomes(), by="control")
     with pytest.raises(SchemaError, check=says("No design has a finite loss; add runs at smaller learning")):
         rate_bands(outcomes(best_loss=[np.inf, np.nan, np.inf]))
-
-
-@pytest.mark.render
-@pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
-def test_both_backends_draw_it(backend, tmp_path):
-    figure = rate_bands(outcomes(), by="study", backend=backend)
-    assert save(figure, tmp_path / f"figure.{'html' if backend == 'bokeh' else 'png'}").stat().st_size > 1000

@@ -4,7 +4,7 @@ import xarray as xr
 
 from tests.about import says
 from workbench.errors import SchemaError
-from workbench.plots import risk_curve, save, style
+from workbench.plots import risk_curve, style
 
 RATES = 1e-3 * 10.0 ** np.arange(4)
 
@@ -73,14 +73,6 @@ def test_designs_with_different_rates_share_the_axes_and_an_unknown_edge_has_no_
     risk_curve({"one": over_rates(useful_edge=5.0), "other": other})
     assert "dots" not in drawn
     assert drawn["panel"][0][1]["view"][0] == (1e-5, 1.0)
-
-
-@pytest.mark.render
-@pytest.mark.parametrize("backend", ["bokeh", "matplotlib"])
-@pytest.mark.parametrize("risk", [over_rates(), {"one": over_rates(), "two": over_rates()}], ids=["one", "several"])
-def test_both_backends_draw_it(risk, backend, tmp_path):
-    figure = risk_curve(risk, backend=backend)
-    assert save(figure, tmp_path / f"figure.{'html' if backend == 'bokeh' else 'png'}").stat().st_size > 1000
 
 
 def test_invalid_input_is_rejected():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.about import about, says
-from tests.plots.conftest import run_of, runs, spectra_of
+from tests.plots.conftest import runs, spectra_of
 from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import at_step, last_step, named_runs
 from workbench.koopman.moments import SnapshotMoments
@@ -233,15 +233,3 @@ def test_spectra_without_names_are_named_after_their_subjects(runs):
 
 def test_a_single_run_is_named_after_its_subject(runs):
     assert list(named_runs(runs["Pre-LN"])) == list(named_runs(runs["Pre-LN"]["spectra"].to_dataset())) == ["calm"]
-
-
-def test_importing_the_module_first_leaves_the_function_reachable():
-    import workbench.studies.comparison
-
-    assert wb.compare is workbench.studies.comparison.compare
-
-
-def test_the_helpers_create_the_described_data():
-    run = run_of({0: 0.5, 4: 0.6}, n_layers=2, width=4, n_steps=5)
-    assert run["spectra"].eigenvalue.dims == ("step", "layer", "mode")
-    assert spectra_of(0.5, n_layers=2, width=4).sizes == {"layer": 2, "mode": 4}

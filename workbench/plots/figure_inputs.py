@@ -12,8 +12,6 @@ from workbench.io.run_access import at_step, by_subject, named_runs, spectra_of
 from workbench.schema.runs import CONCAT_DIMS, validate_spectra
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import xarray as xr
 
 
@@ -23,7 +21,6 @@ def columns_of(
     *,
     what: str,
     source: str,
-    optional: Sequence[str] = (),
     dim: str | None = None,
 ) -> dict[str, np.ndarray]:
     """Return variables along one dimension as arrays.
@@ -33,7 +30,6 @@ def columns_of(
         needed: Names of the variables that must exist.
         what: Kind of dataset expected, such as "ROC curve", for the error message.
         source: Function that creates one, such as "wb.profile()", for the error message.
-        optional: Names of variables that are read if they exist.
         dim: Dimension of the variables; None accepts any that they share.
     """
     import xarray as xr
@@ -41,9 +37,8 @@ def columns_of(
     if not isinstance(data, xr.Dataset):
         raise SchemaError(f"The {what} is {_described(data)}, expected a dataset from {source}.")
     require_variables(data, needed, what=what, source=source)
-    names = [*needed, *(name for name in optional if name in data.variables)]
     dim = dim or next((str(d) for d in data[needed[0]].dims), "run")
-    for name in names:
+    for name in needed:
         if data[name].dims != (dim,):
             has = ", ".join(map(str, data[name].dims)) or "no dimension"
             raise SchemaError(
@@ -51,7 +46,7 @@ def columns_of(
             )
     if not data.sizes[dim]:
         raise SchemaError(f"The {what} is empty along {dim}; select less narrowly.")
-    return {name: data[name].values for name in names}
+    return {name: data[name].values for name in needed}
 
 
 def require_variables(data: xr.Dataset, needed: Sequence[str], *, what: str, source: str) -> None:
@@ -116,13 +111,13 @@ def named_spectra(
         spectra = by_subject(spectra)
     if not isinstance(spectra, Mapping) or not spectra:
         raise SchemaError(
-            f"The spectra are {_described_spectra(spectra)}, expected a dataset from wb.profile() "
+            f"The spectra are {_described(spectra)}, expected a dataset from wb.profile() "
             "or a non-empty dict of name: dataset."
         )
     models = {}
     for name, data in spectra.items():
         if not isinstance(data, xr.Dataset | xr.DataTree):
-            raise SchemaError(f"'{name}' is {_described_spectra(data)}, expected a dataset from wb.profile().")
+            raise SchemaError(f"'{name}' is {_described(data)}, expected a dataset from wb.profile().")
         model = spectra_of(named_runs({str(name): data})[str(name)]) if isinstance(data, xr.DataTree) else data
         validate_spectra(model)
         label = str(name)
@@ -155,7 +150,3 @@ def select_layers(spectra: xr.Dataset, layers: Iterable[int] | None) -> xr.Datas
 
 def _step_label(spectra: xr.Dataset) -> str:
     return f", step {int(spectra['step'])}" if "step" in spectra.coords else ""
-
-
-def _described_spectra(value: object) -> str:
-    return "an empty dict" if isinstance(value, Mapping) and not value else f"of type {type(value).__name__}"

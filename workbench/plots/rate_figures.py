@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +17,8 @@ from workbench.plots.primitives import Primitives, decades
 from workbench.rates.outcomes import mean_over_seeds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import xarray as xr
 
-    from workbench.plots.primitives import Primitives
 
 _SIZE = (640, 340)
 _NEEDED = ("loss", "mean_loss", "best_rate", "slow_edge", "useful_edge", "is_learned")

@@ -18,8 +18,6 @@ from workbench.plots.primitives import Primitives, decades
 from workbench.studies.outcomes import divergence_rates, largest_rate_without_explosion
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import xarray as xr
 
 _SIZE = (640, 320)
