@@ -11,7 +11,7 @@ import numpy as np
 from sklearn.linear_model import LogisticRegression
 
 from workbench.callbacks.alarms import WATCHED, Attributor
-from workbench.callbacks.alarms.attribution import _row
+from workbench.callbacks.alarms.calibration import _row
 from workbench.diagnosis import CAUSES, Rules
 from workbench.diagnosis.ranking import COVERAGE
 from workbench.io.atomic import write_json

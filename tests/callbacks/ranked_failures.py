@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import workbench as wb
 from tests.callbacks.ranked_recording import N_RANKS, own_rows
-from workbench.callbacks.recorder import ranks
+from workbench.callbacks.recorder import options as ranks
 from workbench.callbacks.recorder.collectors import Collectors
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError

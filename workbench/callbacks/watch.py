@@ -19,8 +19,7 @@ from workbench.callbacks.adapters import lightning_callback, trainer_callback
 from workbench.callbacks.alarms import Alarm, Alarms, Calibration
 from workbench.callbacks.recorder import Recorder
 from workbench.callbacks.recorder.joint_optimizer import optimizers_in
-from workbench.callbacks.recorder.options import CADENCE
-from workbench.callbacks.recorder.ranks import is_first, meet, of_first_rank
+from workbench.callbacks.recorder.options import CADENCE, is_first, meet, of_first_rank
 from workbench.formatting import number_in_words
 from workbench.models.calling import bare
 from workbench.option_checks import PositiveFloat, PositiveInt, checked

@@ -15,8 +15,7 @@ See Also:
 
 # `Alarms` is imported for the library itself: its public name is `workbench.Alarms`.
 from workbench.callbacks.alarms.alarms import Alarms as Alarms
-from workbench.callbacks.alarms.attribution import Attribution, Attributor
-from workbench.callbacks.alarms.calibration import Calibration, calibrate
+from workbench.callbacks.alarms.calibration import Attribution, Attributor, Calibration, calibrate
 from workbench.callbacks.alarms.replaying import LeadTime, evidence_of, lead_time, recorded_alarms, replay
 from workbench.callbacks.alarms.run_evidence import observations
 from workbench.callbacks.alarms.watched import WATCHED

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workbench.callbacks.alarms.attribution import UNKNOWN, Attribution, Attributor
-from workbench.callbacks.alarms.calibration import Calibration, FalseAlarms
+from workbench.callbacks.alarms.calibration import UNKNOWN, Attribution, Attributor, Calibration, FalseAlarms
 from workbench.callbacks.alarms.probe_alarms import Check, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
 from workbench.callbacks.alarms.watched import FALL, RISE, WATCHED

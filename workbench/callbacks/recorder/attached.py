@@ -19,26 +19,24 @@ from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters, other_optimizers
 from workbench.callbacks.recorder.options import (
     NUMBERS,
+    Change,
+    PeerError,
     RecorderMemory,
     RecorderOptions,
     as_floats,
     as_number,
-    is_due,
-    plain,
-    to_plain,
-)
-from workbench.callbacks.recorder.probes import ReductionCollector
-from workbench.callbacks.recorder.ranks import (
-    Change,
-    PeerError,
     changed_on_any,
     failures,
+    is_due,
     measured_by_all,
     of_all_ranks,
     of_first_rank,
     on_every_rank,
     on_ranks,
+    plain,
+    to_plain,
 )
+from workbench.callbacks.recorder.probes import ReductionCollector
 from workbench.callbacks.recorder.settings import SettingsWatch
 from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
 from workbench.errors import WorkbenchError

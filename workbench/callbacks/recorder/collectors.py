@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
+from workbench.callbacks.recorder.options import jointly, of_each_rank, on_ranks
 from workbench.callbacks.recorder.probes import (
     SPECTRA_OF_HEADS,
     TERMS,
@@ -22,7 +23,6 @@ from workbench.callbacks.recorder.probes import (
     QueryKeyWindow,
     ReductionCollector,
 )
-from workbench.callbacks.recorder.ranks import jointly, of_each_rank, on_ranks
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
 from workbench.io.memory import free_memory

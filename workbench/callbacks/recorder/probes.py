@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from workbench.callbacks.recorder.batch_watch import few_examples
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
-from workbench.callbacks.recorder.ranks import jointly
+from workbench.callbacks.recorder.options import jointly
 from workbench.errors import OptionError, SnapshotError
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable

@@ -21,10 +21,12 @@ from workbench.callbacks.recorder.options import (
     RecorderMemory,
     RecorderOptions,
     checked_cadence,
+    is_first,
+    meet,
+    of_first_rank,
     of_plain,
     to_plain,
 )
-from workbench.callbacks.recorder.ranks import is_first, meet, of_first_rank
 from workbench.errors import AnatomyError, OptionError, StoreError
 from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
-from workbench.callbacks.recorder.ranks import jointly, summed_over_ranks
+from workbench.callbacks.recorder.options import jointly, summed_over_ranks
 from workbench.models.readable_weights import in_pieces, local_part, read_numbers
 from workbench.monitors.optimizer_health import (
     adam_staleness,
