@@ -8,7 +8,9 @@ import pytest
 from PIL import Image
 
 from tests.about import says
-from tests.plots import test_pilot_losses, test_rate_bands, test_rate_curve, test_reliability, test_risk_curve
+from tests.plots import test_rate_figures as rates
+from tests.plots import test_risk_figures as risks
+from tests.plots.test_risk_curve import over_rates
 from tests.studies.test_outcomes import grid_of
 from workbench.errors import StoreError
 from workbench.plots import (
@@ -78,14 +80,14 @@ RUN_FIGURES = {
     "explosion_edge": (explosion_edge, "outcomes", {}),
 }
 
-OUTCOME, RISK = test_rate_curve.outcome(), test_risk_curve.over_rates()
+OUTCOME, RISK = rates.outcome(), over_rates()
 FIGURES = {
     "rate_curve": (rate_curve, {"one": OUTCOME, "two": OUTCOME}, {}),
-    "pilot_losses": (pilot_losses, test_pilot_losses.pilot(), {}),
-    "rate_bands": (rate_bands, test_rate_bands.outcomes(), {"by": "study"}),
+    "pilot_losses": (pilot_losses, rates.pilot(), {}),
+    "rate_bands": (rate_bands, rates.outcomes(), {"by": "study"}),
     "risk_curve": (risk_curve, RISK, {"learning_rate": 3e-3}),
     "risk_curve of designs": (risk_curve, {"one": RISK, "two": RISK}, {}),
-    "reliability": (reliability, test_reliability.ONE, {}),
+    "reliability": (reliability, risks.ONE, {}),
 }
 #: Figures that another entry draws from other data.
 REPEATED = ("radar", "step_grid", "layer_profile of runs", "eigenvalue_map of runs")
