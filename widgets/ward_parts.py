@@ -12,7 +12,7 @@ import ipywidgets
 import traitlets
 
 from workbench.formatting import short
-from workbench.plots.layer_profile_figure import DEFAULT_MEASURES
+from workbench.plots.curve_figures import DEFAULT_MEASURES
 from workbench.studies import signals as sig
 from workbench.widgets.figure import Stage
 from workbench.widgets.tables import CELL, HEAD, MUTED, NAME, TABLE

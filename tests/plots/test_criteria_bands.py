@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.about import about, says
 from tests.plots.panels import bokeh_panels, elements, matplotlib_axes, words
 from workbench.errors import OptionError, SchemaError
-from workbench.plots.criteria_bands_figure import criteria_bands, place_in_band
+from workbench.plots.finding_figures import criteria_bands, place_in_band
 
 pytestmark = pytest.mark.render
 
@@ -92,7 +92,7 @@ def test_the_legend_has_a_hollow_mark_only_for_a_state_without_filled_marks(crit
 
 
 def test_states_are_distinguished_by_shape(criteria):
-    from workbench.plots.criteria_bands_figure import STATE_MARKS
+    from workbench.plots.finding_figures import STATE_MARKS
 
     shown = {state: marker for state, (_, marker) in STATE_MARKS.items() if state != "not measured"}
     assert len(set(shown.values())) == len(shown) == 3

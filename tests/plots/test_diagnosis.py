@@ -8,7 +8,7 @@ from tests.plots.panels import elements, ends
 from tests.reports import made_trees
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import save
-from workbench.plots.diagnosis_figures import cause_bars, evidence_bars, evidence_timeline
+from workbench.plots.finding_figures import cause_bars, evidence_bars, evidence_timeline
 
 pytestmark = pytest.mark.render
 

@@ -26,8 +26,8 @@ from workbench.plots import (
     step_grid,
 )
 from workbench.plots.comparison_figures import radar
+from workbench.plots.curve_figures import traces
 from workbench.plots.figure_files import picture_of
-from workbench.plots.traces_figure import traces
 
 pytestmark = pytest.mark.render
 

@@ -6,7 +6,7 @@ import pytest
 from tests.about import about
 from workbench.errors import OptionError, SchemaError
 from workbench.plots import layer_profile
-from workbench.plots.layer_profile_figure import DEFAULT_MEASURES, measure_columns, remark
+from workbench.plots.curve_figures import DEFAULT_MEASURES, measure_columns, remark
 
 pytestmark = pytest.mark.render
 

@@ -7,8 +7,8 @@ from tests.about import about, says
 from workbench.errors import OptionError
 from workbench.plots import layer_profile, style
 from workbench.plots.comparison_figures import radar
+from workbench.plots.curve_figures import traces
 from workbench.plots.figure_files import bokeh_plot
-from workbench.plots.traces_figure import traces
 
 pytestmark = pytest.mark.render
 

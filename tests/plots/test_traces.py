@@ -8,7 +8,7 @@ from tests.about import about, says
 from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import named_runs
-from workbench.plots.traces_figure import TracesPanel, trace_of, traces
+from workbench.plots.curve_figures import TracesPanel, trace_of, traces
 
 pytestmark = pytest.mark.render
 

@@ -12,12 +12,21 @@ from bokeh.models import BasicTicker, Line, LogScale, Range1d, Span, TapTool
 
 from workbench.errors import OptionError
 from workbench.plots import eigenvalue_map, layer_profile
+from workbench.plots.curve_figures import (
+    DEFAULT_MEASURES,
+    LOGARITHMIC,
+    REFERENCE,
+    Trace,
+    TracesPanel,
+    measure_columns,
+    remark,
+    trace_of,
+    traces,
+)
 from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.figure_inputs import select_layers
-from workbench.plots.layer_profile_figure import DEFAULT_MEASURES, LOGARITHMIC, REFERENCE, measure_columns, remark
 from workbench.plots.plane_view import ZOOMS, view_of
 from workbench.plots.style import NEUTRAL, log_ticks_bokeh, note_bokeh
-from workbench.plots.traces_figure import Trace, TracesPanel, trace_of, traces
 from workbench.schema.runs import MONITORS, SPECTRA
 from workbench.studies.comparison import ENERGETIC, SPECTRAL
 from workbench.widgets.base import known

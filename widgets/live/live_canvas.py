@@ -11,8 +11,8 @@ import numpy as np
 from workbench import plots
 from workbench.errors import OptionError
 from workbench.plots import style
+from workbench.plots.curve_figures import trace_panels
 from workbench.plots.figure_files import redrawable
-from workbench.plots.traces_figure import trace_panels
 from workbench.widgets.live.history import TRACES
 from workbench.widgets.live.latest_state import LatestState, script
 

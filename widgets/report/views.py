@@ -11,7 +11,7 @@ import numpy as np
 
 from workbench.formatting import percent
 from workbench.plots import layer_profile
-from workbench.plots.criteria_bands_figure import criteria_bands
+from workbench.plots.finding_figures import criteria_bands
 from workbench.reports import pictures
 from workbench.reports.assessment_document import proxy_of
 from workbench.reports.document import Numbers, Picture, Quantity

@@ -16,16 +16,14 @@ See Also:
 
 from workbench.option_checks import publish
 from workbench.plots.comparison_figures import comparison_table, radar
-from workbench.plots.criteria_bands_figure import criteria_bands
-from workbench.plots.diagnosis_figures import cause_bars, evidence_bars, evidence_timeline
+from workbench.plots.curve_figures import layer_profile, traces
 from workbench.plots.eigenvalue_figures import eigenvalue_map, step_grid
 from workbench.plots.figure_files import save
+from workbench.plots.finding_figures import cause_bars, criteria_bands, evidence_bars, evidence_timeline
 from workbench.plots.flow_map_figure import flow_map
-from workbench.plots.layer_profile_figure import layer_profile
 from workbench.plots.rate_figures import pilot_losses, rate_bands, rate_curve
 from workbench.plots.risk_figures import explosion_edge, reliability, risk_curve
 from workbench.plots.timeline_figure import timeline
-from workbench.plots.traces_figure import traces
 from workbench.plots.weight_spectra_figure import weight_spectra
 
 __all__ = [

@@ -15,6 +15,7 @@ from workbench.formatting import capitalized, clipped, counted, percent_range
 from workbench.io.run_access import named_runs
 from workbench.option_checks import NonNegativeInt, checked, one_of
 from workbench.plots import style
+from workbench.plots.curve_figures import Trace, with_unit
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import require_choices
 from workbench.plots.primitives import Primitives, decades, flowed
@@ -29,7 +30,6 @@ from workbench.plots.timeline_panels import (
     lead_in_words,
     marks_in_words,
 )
-from workbench.plots.traces_figure import Trace, with_unit
 from workbench.studies import signals as sig
 from workbench.studies.signals import Quantiles, SignalBand, decimate, healthy_band
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.formatting import counted, listed
+from workbench.plots.curve_figures import _WIDE as WIDE
+from workbench.plots.curve_figures import BOUNDED, UNBOUNDED, Trace, TracesPanel
 from workbench.plots.style import depth_colors
 from workbench.plots.timeline_events import (
     AlarmLead,
@@ -21,8 +23,6 @@ from workbench.plots.timeline_events import (
     onsets_of,
     signal_of,
 )
-from workbench.plots.traces_figure import _WIDE as WIDE
-from workbench.plots.traces_figure import BOUNDED, UNBOUNDED, Trace, TracesPanel
 from workbench.studies.signals import Check, SignalBand, checks_of
 
 if TYPE_CHECKING:
