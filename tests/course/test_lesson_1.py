@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import workbench as wb
+from tests.course.answers import is_right, judged, solved
 
 pytestmark = pytest.mark.medium
 
@@ -28,17 +29,9 @@ def lesson():
     return {"np": np, "wb": wb, "spectra": spectra, "entering": entering, "leaving": leaving}
 
 
-def judged(number, answer):
-    feedback = wb.course.check(number, answer)
-    assert not feedback.is_right
-    return feedback.message
-
-
 @pytest.mark.parametrize("number", ["1.1", "1.2", "1.3", "1.4", "1.5", "1.6"])
 def test_the_solution_passes(number, lesson):
-    namespace = dict(lesson)
-    exec(wb.course.solution(number).split("```")[1].removeprefix("python\n"), namespace)
-    assert wb.course.check(number, namespace["answer"]).is_right
+    assert is_right(number, solved(number, lesson))
 
 
 def test_the_models_differ_as_the_lesson_says(lesson):

@@ -9,6 +9,7 @@ import pytest
 from scipy.stats import mannwhitneyu
 
 import workbench as wb
+from tests.course.answers import is_right, judged, solved
 
 pytestmark = pytest.mark.medium
 
@@ -34,17 +35,9 @@ def lesson():
     return {"np": np, "wb": wb, "table": table, "spectra": spectra, "flow": flow}
 
 
-def judged(number, answer):
-    feedback = wb.course.check(number, answer)
-    assert not feedback.is_right
-    return feedback.message
-
-
 @pytest.mark.parametrize("number", ["2.1", "2.2", "2.3", "2.4", "2.5", "2.6"])
 def test_the_solution_passes(number, lesson):
-    namespace = dict(lesson)
-    exec(wb.course.solution(number).split("```")[1].removeprefix("python\n"), namespace)
-    assert wb.course.check(number, namespace["answer"]).is_right
+    assert is_right(number, solved(number, lesson))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 import workbench as wb
+from tests.course.answers import is_right, judged, solved
 
 pytestmark = pytest.mark.medium
 BARE = "No norm, Xavier"
@@ -28,19 +29,12 @@ def edges():
     return pd.DataFrame(rows).T
 
 
-def judged(number, answer):
-    feedback = wb.course.check(number, answer)
-    assert not feedback.is_right
-    return feedback.message
-
-
 @pytest.mark.parametrize("number", ["3.1", "3.2", "3.3", "3.4", "3.5", "3.6"])
 def test_the_solution_passes(number, edges):
     # The prediction of the notebook: table of edges of AdamW with a normalization.
     ends = {end: SimpleNamespace(value=float(edges.loc["Pre-LN", end])) for end in ("slow_edge", "useful_edge")}
-    namespace = {"np": np, "wb": wb, "edges": edges, "predicted": SimpleNamespace(**ends)}
-    exec(wb.course.solution(number).split("```")[1].removeprefix("python\n"), namespace)
-    assert wb.course.check(number, namespace["answer"]).is_right
+    given = {"np": np, "wb": wb, "edges": edges, "predicted": SimpleNamespace(**ends)}
+    assert is_right(number, solved(number, given))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 import workbench as wb
 from tests.about import about
+from tests.course.answers import is_right, judged
 from workbench.errors import StoreError
 
 pytestmark = pytest.mark.medium
@@ -67,16 +68,6 @@ def alarms_of(name, multiple):
     norm = wb.open_run(wb.samples.paired_run(name))["monitors"]["grad_norm"].values
     past = {step: norm[step - 50 : step] for step in range(200, len(norm))}
     return [step for step, values in past.items() if norm[step] > values.mean() + multiple * values.std(ddof=1)]
-
-
-def judged(number, answer):
-    feedback = wb.course.check(number, answer)
-    assert not feedback.is_right
-    return feedback.message
-
-
-def is_right(number, answer):
-    return wb.course.check(number, answer).is_right
 
 
 class TestLeadTime:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import workbench as wb
+from tests.course.answers import is_right, judged
 from workbench.course.lesson_5 import paths
 from workbench.diagnosis import Rules
 
@@ -57,16 +58,6 @@ def probability(trees):
         return {cause: p / sum(joint.values()) for cause, p in joint.items()}
 
     return {"before": before, "exact": after("precision"), "rate": after("learning_rate")}
-
-
-def judged(number, answer):
-    feedback = wb.course.check(number, answer)
-    assert not feedback.is_right
-    return feedback.message
-
-
-def is_right(number, answer):
-    return wb.course.check(number, answer).is_right
 
 
 class TestFailed:
