@@ -370,7 +370,7 @@ def test_two_designs_stand_side_by_side(make, comparison):
 # Files
 
 
-def test_the_tree_is_written_and_files_are_replaced_only_on_request(make, assessment, tmp_path):
+def test_the_tree_is_written_where_the_field_says(make, assessment, tmp_path):
     report = make(assessment)
     bar = report.export_bar
     assert bar.path.value == "reports/No-Norm_3_blocks"
@@ -381,13 +381,6 @@ def test_the_tree_is_written_and_files_are_replaced_only_on_request(make, assess
     again = wb.open_run(written)
     assert again.attrs["verdict"] == "at risk"
     xr.testing.assert_equal(again["criteria"].to_dataset(), assessment["criteria"].to_dataset())
-    before = written.read_bytes()
-    bar.buttons[".nc"].click()
-    assert "exists already" in report.error
-    assert written.read_bytes() == before
-    bar.overwrite.value = True
-    bar.buttons[".nc"].click()
-    assert report.error == ""
 
 
 @pytest.mark.slow
@@ -404,10 +397,6 @@ def test_the_report_is_written_in_every_kind(make, tmp_path, monkeypatch):
     report.save(tmp_path / "run.html")
     report.save(tmp_path / "run.md", overwrite=True)
     assert asked == [(tmp_path / "run.html", False), (tmp_path / "run.md", True)]
-    with pytest.raises(
-        StoreError, check=about("path", tmp_path / "run.pdf", (".html", ".md", ".ipynb", ".nc", ".png"))
-    ):
-        report.save(tmp_path / "run.pdf")
 
 
 # The picture

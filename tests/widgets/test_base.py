@@ -247,3 +247,11 @@ def test_close_stops_callbacks_and_closes_what_is_inside(widget):
     assert slider.comm is None
     assert inner.comm is None
     widget.close()
+
+
+def test_there_are_two_themes():
+    with pytest.raises(OptionError, check=about("theme", "neon", ("page", "projector"))):
+        WorkbenchWidget(theme="neon")
+    large = WorkbenchWidget(theme="projector")
+    assert "workbench-projector" in large._dom_classes
+    large.close()

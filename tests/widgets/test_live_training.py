@@ -457,7 +457,6 @@ def test_invalid_settings_are_rejected_immediately(make, task):
         ({"versus": "gpt"}, about("versus", "gpt")),
         ({"versus": SMALL, "compare": False}, says("versus= adds a second run, but compare=False requests one")),
         ({"versus": vit}, says("Both architectures train on the same task, but only one of")),
-        ({"theme": "neon"}, about("theme", "neon", ("page", "projector"))),
     ):
         with pytest.raises(OptionError, check=error):
             LiveTraining(kss=wb.KSS(), **options)

@@ -344,10 +344,6 @@ def test_files_of_every_kind(make, tmp_path):
     run = wb.open_run(paths[".nc"])
     assert run["risk"]["failure"].sizes == {"learning_rate": 81}
     np.testing.assert_array_equal(run["case"]["near_unit_mass"], explorer.case["near_unit_mass"])
-    with pytest.raises(StoreError, check=says("exists already; pass overwrite=True to replace it, or")):
-        explorer.save(paths[".nc"])
-    with pytest.raises(StoreError, check=says("expected one of .png, .svg, .html, .nc.")):
-        explorer.save(tmp_path / "risk.pdf")
     explorer.plan.n_steps.value = 4000
     assert explorer.export_bar.buttons[".svg"].disabled
     with pytest.raises(StoreError, check=says("There is no curve, because the risk is unknown. The risk")):

@@ -13,9 +13,9 @@ import xarray as xr
 from PIL import Image
 
 import workbench as wb
-from tests.about import about, says
+from tests.about import says
 from tests.monitored_runs import HEAD, LAYER, GrowingRun, monitored_run, watched_run
-from workbench.errors import OptionError, StoreError
+from workbench.errors import StoreError
 from workbench.io.run_writer import RunWriter
 from workbench.widgets import Timeline
 
@@ -105,8 +105,6 @@ def test_a_page_is_one_file_that_needs_no_other_and_shows_what_the_widget_shows(
     assert 133 in [moment["step"] for moment in content["moments"]]
     assert "<title>Timeline of calm and faulted</title>" in text
     assert "from step 100 to 300, with step 133 selected: loss and effective_rank D2." in text
-    with pytest.raises(StoreError, check=says("exists already; pass overwrite=True to replace it, or")):
-        timeline.save(tmp_path / "page.html")
 
 
 def test_a_page_of_a_long_run_has_fewer_points_and_every_spike(tmp_path):
@@ -199,15 +197,6 @@ def test_a_run_that_waits_has_a_picture_a_page_and_a_sentence(tmp_path):
     assert Kept(text).content["panels"] == []
     assert '<main class="workbench-projector">' in text
     widget.close()
-
-
-def test_the_theme_is_one_of_the_workbench(timeline, runs):
-    assert "workbench-projector" not in timeline._dom_classes
-    with pytest.raises(OptionError, check=about("theme", "large", ("page", "projector"))):
-        Timeline(runs, theme="large")
-    large = Timeline(runs, theme="projector")
-    assert "workbench-projector" in large._dom_classes
-    large.close()
 
 
 @pytest.mark.parametrize("is_folder", [False, True])

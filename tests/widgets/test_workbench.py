@@ -209,8 +209,6 @@ def test_what_cannot_be_opened_is_named(folder, make):
         Workbench(folder / "none")
     with pytest.raises(OptionError, check=about("ticked", "nothing")):
         bench.ticked = ["nothing"]
-    with pytest.raises(OptionError, check=about("theme", "dark")):
-        Workbench(theme="dark")
 
 
 def test_a_name_that_is_no_path_is_one_of_the_hub(folder):
