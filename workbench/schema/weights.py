@@ -15,50 +15,32 @@ _MATRIX = ("matrix",)
 #: Measures of a weight matrix W with longer side N and shorter side M; eigenvalues are those of W'W / N.
 WEIGHTS: dict[str, Variable] = {
     "singular_value": Variable(
-        ("matrix", "value"), "f", "singular value", "1", "of W, largest first; NaN beyond the shorter side of W"
-    ),
+        ("matrix", "value"), "f", "singular value", "1", "of W, largest first; NaN beyond the shorter side of W"),
     "frobenius_norm": Variable(_MATRIX, "f", "Frobenius norm", "1", "root of the sum of squares of all entries"),
     "spectral_norm": Variable(_MATRIX, "f", "spectral norm", "1", "largest singular value"),
     "stable_rank": Variable(_MATRIX, "f", "stable rank", "1", "|W|_F^2 / |W|_2^2; NaN if W is zero"),
     "effective_rank": Variable(
-        _MATRIX, "f", "effective rank", "1", "exp of the entropy of s / sum s; NaN if W is zero"
-    ),
+        _MATRIX, "f", "effective rank", "1", "exp of the entropy of s / sum s; NaN if W is zero"),
     "alpha": Variable(
-        _MATRIX,
-        "f",
-        "power-law exponent alpha",
-        "1",
-        "of the tail of the eigenvalue density; NaN if fewer than 50 eigenvalues are positive, or all are equal",
-    ),
+        _MATRIX, "f", "power-law exponent alpha", "1",
+        "of the tail of the eigenvalue density; NaN if fewer than 50 eigenvalues are positive, or all are equal"),
     "alpha_error": Variable(
-        _MATRIX, "f", "standard error of alpha", "1", "(alpha - 1) / sqrt(n_tail); NaN where alpha is"
-    ),
+        _MATRIX, "f", "standard error of alpha", "1", "(alpha - 1) / sqrt(n_tail); NaN where alpha is"),
     "ks_distance": Variable(
-        _MATRIX, "f", "Kolmogorov-Smirnov distance D", "1", "between tail and fitted power law; NaN where alpha is"
-    ),
+        _MATRIX, "f", "Kolmogorov-Smirnov distance D", "1", "between tail and fitted power law; NaN where alpha is"),
     "tail_start": Variable(
-        _MATRIX, "f", "start of the tail", "1", "smallest eigenvalue of the tail; NaN where alpha is"
-    ),
+        _MATRIX, "f", "start of the tail", "1", "smallest eigenvalue of the tail; NaN where alpha is"),
     "n_tail": Variable(_MATRIX, "f", "eigenvalues in the tail", "1", "from tail_start on; NaN where alpha is"),
     "bulk_variance": Variable(
-        _MATRIX,
-        "f",
-        "bulk variance",
-        "1",
+        _MATRIX, "f", "bulk variance", "1",
         "variance of the entries of a random matrix with the same median eigenvalue; NaN if there are fewer than 50 "
-        "eigenvalues, or W is zero",
-    ),
+        "eigenvalues, or W is zero"),
     "bulk_edge": Variable(
-        _MATRIX,
-        "f",
-        "edge of the bulk",
-        "1",
-        "99 % quantile of the largest eigenvalue of such a random matrix; NaN where bulk_variance is",
-    ),
+        _MATRIX, "f", "edge of the bulk", "1",
+        "99 % quantile of the largest eigenvalue of such a random matrix; NaN where bulk_variance is"),
     "n_spikes": Variable(
-        _MATRIX, "f", "spikes", "1", "eigenvalues above the edge of the bulk; NaN where bulk_variance is"
-    ),
-}
+        _MATRIX, "f", "spikes", "1", "eigenvalues above the edge of the bulk; NaN where bulk_variance is"),
+}  # fmt: skip
 
 #: Present only if the spectra are those of the difference of two checkpoints.
 WEIGHT_CHANGES: dict[str, Variable] = {
