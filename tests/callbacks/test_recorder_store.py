@@ -8,18 +8,7 @@ import torch
 
 import workbench as wb
 from tests.about import says
-from tests.callbacks.test_recorder import (
-    ALL,
-    adam,
-    dense,
-    events_of,
-    loss_of,
-    moe,
-    of_part,
-    recorder_with,
-    run,
-    task,  # noqa: F401
-)
+from tests.callbacks.test_recorder import ALL, adam, dense, events_of, loss_of, moe, of_part, recorder_with, run
 from workbench.errors import OptionError, StoreError
 from workbench.io.run_output import RecordingWarning, RunOutput
 from workbench.io.run_writer import RunWriter
@@ -34,7 +23,7 @@ def same_rows(one, other):
     return all(one[part].to_dataset().equals(other[part].to_dataset()) for part in one.children if part != "events")
 
 
-def test_the_store_follows_the_schema(task, tmp_path):  # noqa: F811
+def test_the_store_follows_the_schema(task, tmp_path):
     every = {**ALL, "spectra": 4, "curvature": 6, "precision": 3, "reduction": 3, "update": 3}
     recorder = recorder_with(tmp_path / "run.zarr", every=every, loss_of=loss_of_probe)
     run(moe(), task, 6, recorder)
@@ -62,7 +51,7 @@ def loss_of_probe(model, probe):
 
 
 @pytest.mark.slow
-def test_curvature_is_that_of_the_probe(task):  # noqa: F811
+def test_curvature_is_that_of_the_probe(task):
     model, probe = dense(), (task.batch(5)[0][:2],)
     recorder = recorder_with(every={**dict.fromkeys(ALL), "curvature": 3}, probe=probe, loss_of=loss_of_probe)
     optimizer = adam(model)
@@ -82,7 +71,7 @@ def test_curvature_is_that_of_the_probe(task):  # noqa: F811
     assert np.isnan(of_part(plain, "curvature")[0].values["preconditioned_sharpness"])
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path):  # noqa: F811
+def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path):
     """The rows are bitwise identical, with windows, the probe of the first batch, and spikes."""
     through, parts = tmp_path / "through.zarr", tmp_path / "parts.zarr"
     run(moe(), task, 12, recorder_with(through))
@@ -106,7 +95,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(task, tmp_path):  # noqa: F81
     assert events_of(parts)[1]["message"] == "Resumed at step 6."
 
 
-def test_attaching_again_continues(task, tmp_path):  # noqa: F811
+def test_attaching_again_continues(task, tmp_path):
     run(dense(), task, 6, recorder_with(tmp_path / "through.zarr"))
     model, recorder = dense(), recorder_with(tmp_path / "parts.zarr")
     optimizer = adam(model)
@@ -115,7 +104,7 @@ def test_attaching_again_continues(task, tmp_path):  # noqa: F811
     assert same_rows(tmp_path / "through.zarr", tmp_path / "parts.zarr")
 
 
-def test_resuming_with_other_options_or_another_model_is_rejected(task, tmp_path):  # noqa: F811
+def test_resuming_with_other_options_or_another_model_is_rejected(task, tmp_path):
     run(dense(), task, 3, recorder_with(tmp_path / "run.zarr"))
     model = dense()
     with pytest.raises(StoreError, check=says("use the same value, or record into another run.")):
@@ -126,7 +115,7 @@ def test_resuming_with_other_options_or_another_model_is_rejected(task, tmp_path
     assert wb.open_run(tmp_path / "run.zarr")["monitors"].sizes["step"] == 3
 
 
-def test_an_error_in_training_keeps_the_record(task, tmp_path):  # noqa: F811
+def test_an_error_in_training_keeps_the_record(task, tmp_path):
     with pytest.raises(ZeroDivisionError):
         run(dense(), task, 9, recorder_with(tmp_path / "run.zarr"), before=lambda i: 1 / (4 - i))
     stored = wb.open_run(tmp_path / "run.zarr")
@@ -135,7 +124,7 @@ def test_an_error_in_training_keeps_the_record(task, tmp_path):  # noqa: F811
     assert events_of(tmp_path / "run.zarr")[-1]["kind"] == "stopped"
 
 
-def test_the_store_of_a_host_receives_only_the_parts(task, tmp_path):  # noqa: F811
+def test_the_store_of_a_host_receives_only_the_parts(task, tmp_path):
     """The host writes the metrics of each update and closes the store."""
     host = RunOutput(RunWriter(tmp_path / "run.zarr", {"subject": "x"}))
     recorder = recorder_with()
@@ -147,7 +136,7 @@ def test_the_store_of_a_host_receives_only_the_parts(task, tmp_path):  # noqa: F
     assert len(of_part(recorder, "monitors")) == 3
 
 
-def test_metrics_that_begin_late_are_reported(task, tmp_path):  # noqa: F811
+def test_metrics_that_begin_late_are_reported(task, tmp_path):
     recorder = recorder_with(tmp_path / "run.zarr", every=None)
     logged = ({"yours": 1.0}, {}, {"mine": 5.0})  # metrics logged between two batches belong to the first of them
     with pytest.warns(RecordingWarning, match="'mine' was first logged at step 1"):
@@ -161,7 +150,7 @@ def test_metrics_that_begin_late_are_reported(task, tmp_path):  # noqa: F811
     assert told["source"] == "mine"
 
 
-def test_events_of_the_caller(task, tmp_path):  # noqa: F811
+def test_events_of_the_caller(task, tmp_path):
     model, recorder = dense(), recorder_with(tmp_path / "run.zarr")
     with recorder.attach(model, adam(model)):
         recorder.event("alarm", source="effective_rank D2", score=3.0, message="It falls.", layer=1, head=0)

@@ -22,13 +22,7 @@ from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_examples
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import entrances, has_forward, on_device_of, unwrap
-from workbench.option_checks import (
-    Fraction,
-    NonNegativeFloat,
-    PositiveInt,
-    check_fields,
-    one_of,
-)
+from workbench.option_checks import Fraction, NonNegativeFloat, PositiveInt, check_fields, one_of
 from workbench.training.callback import Callback, TrainingRun
 
 if TYPE_CHECKING:

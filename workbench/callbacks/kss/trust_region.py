@@ -7,13 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from workbench.option_checks import (
-    Fraction,
-    NonNegativeFloat,
-    at_least,
-    checked,
-    one_of,
-)
+from workbench.option_checks import Fraction, NonNegativeFloat, at_least, checked, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,12 +14,7 @@ from torch import Tensor, distributed
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
 from workbench.callbacks.recorder.options import jointly, summed_over_ranks
 from workbench.models.readable_weights import in_pieces, local_part, read_numbers
-from workbench.monitors.optimizer_health import (
-    adam_staleness,
-    gradient_rms,
-    n_unchanged,
-    signal_share,
-)
+from workbench.monitors.optimizer_health import adam_staleness, gradient_rms, n_unchanged, signal_share
 
 if TYPE_CHECKING:
     from workbench.models.anatomy import Anatomy
