@@ -177,8 +177,10 @@ class Attachment:
             now="this run",
             remedy="resume with the same options, or start a new run",
         )
-        if saved["state"]:
-            callback.load_state_dict(_from_json(saved["state"]))
+        if state := saved["state"]:
+            if state.keys() == {"torch"}:  # see `_as_json`
+                state = torch.load(io.BytesIO(base64.b64decode(state["torch"])), weights_only=True)
+            callback.load_state_dict(dict(state))
 
     def _take_event(self, event: Event) -> None:
         for callback in self.callbacks:
@@ -213,10 +215,3 @@ def _as_json(state: dict[str, Any]) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(state, file)
     return {"torch": base64.b64encode(file.getvalue()).decode()}
-
-
-def _from_json(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state that `_as_json` encoded."""
-    if state.keys() != {"torch"}:
-        return dict(state)
-    return torch.load(io.BytesIO(base64.b64decode(state["torch"])), weights_only=True)

@@ -311,7 +311,9 @@ def watch(
     if trainer is None:
         optimizers_in(optimizer)
     meet("wb.watch")
-    path = Path("runs", of_first_rank(_name_of(module))) if store is None else Path(store)
+    name = type(bare(module) if isinstance(module, nn.Module) else module).__name__
+    name = f"{re.sub('[^A-Za-z0-9]+', '_', name)}_{datetime.now().astimezone():%Y%m%d_%H%M%S_%f}.zarr"
+    path = Path("runs", of_first_rank(name)) if store is None else Path(store)
     watched = Watch(
         path,
         every=every,
@@ -398,8 +400,3 @@ def _trainer_kind(model: Any) -> str | None:
         if isinstance(kind, type) and isinstance(model, kind):
             return name
     return None
-
-
-def _name_of(model: Any) -> str:
-    name = type(bare(model) if isinstance(model, nn.Module) else model).__name__
-    return f"{re.sub('[^A-Za-z0-9]+', '_', name)}_{datetime.now().astimezone():%Y%m%d_%H%M%S_%f}.zarr"

@@ -148,7 +148,8 @@ class RunOutput:
         if self._writer is None or self._is_gone or os.getpid() != self._process:
             return False
         with self._lock:
-            return not self._has_work() or self._write()
+            is_done = not (self._attrs or self._is_uncommitted or any(p.rows or p.lost for p in self._parts.values()))
+            return is_done or self._write()
 
     def close(self, **attrs: Any) -> bool:
         """Write the waiting rows, set attributes of the run, and release the store.
@@ -226,10 +227,6 @@ class RunOutput:
             if not several:
                 return
             max(several, key=lambda waiting: waiting.n_bytes).drop_oldest(self._trouble)
-
-    def _has_work(self) -> bool:
-        parts = self._parts.values()
-        return bool(self._attrs) or self._is_uncommitted or any(part.rows or part.lost for part in parts)
 
     def _write(self) -> bool:
         """Append the waiting rows of each part that can be written, and commit; return whether all are on disk."""

@@ -97,7 +97,7 @@ class Training:
             model,
             self.optimizer,
             self._take_event,
-            probe=self._probe,
+            probe=lambda n_tokens: on_device_of(model, task.probe(n_tokens)),
             probe_loss=self._probe_loss if callable(getattr(task, "held_out", None)) else None,
             owns_loop=True,
             checkpoints=recording.written_checkpoints,
@@ -404,9 +404,6 @@ class Training:
         except SnapshotError as error:
             self._output.event(Event(step, "no spectra", message=str(error)))
             return None
-
-    def _probe(self, n_tokens: int) -> Any:
-        return on_device_of(self.model, self.task.probe(n_tokens))
 
     def _probe_loss(self, model: nn.Module) -> Tensor:
         if self._kept is None:

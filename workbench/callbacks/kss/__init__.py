@@ -6,17 +6,4 @@ from workbench.callbacks.kss.penalty import LayerPenalty, PenaltyShape
 from workbench.callbacks.kss.shaper import Shaper, Shaping
 from workbench.callbacks.kss.trust_region import TrustRegion
 
-__all__ = [
-    "KSS",
-    "ControlValues",
-    "KSSOptions",
-    "LayerPenalty",
-    "PenaltyShape",
-    "Shaper",
-    "Shaping",
-    "TrustRegion",
-]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = ["KSS", "ControlValues", "KSSOptions", "LayerPenalty", "PenaltyShape", "Shaper", "Shaping", "TrustRegion"]

@@ -4,7 +4,3 @@ from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder.recorder import Recorder
 
 __all__ = ["Observation", "Recorder"]
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -144,8 +144,10 @@ class UpdateCollector:
                 "adam_staleness": rms[:, _STALENESS],
                 "gradient_rms": rms[:, _GRADIENT],
                 "gradient_rms_over_eps": rms[:, _GRADIENT] / np.array(eps),
-                "gradient_signal_share": _signal_fractions(rms[:, _FIRST_MOMENT] / rms[:, _SECOND_MOMENT], ages),
             }
+            of_moments = zip(rms[:, _FIRST_MOMENT] / rms[:, _SECOND_MOMENT], ages, strict=True)
+            shares = [signal_share(float(root) ** 2, beta1=beta1, n_updates=n) for root, (beta1, n) in of_moments]
+            values["gradient_signal_share"] = np.array(shares)
         is_bad = ~np.isfinite(total[:, _WEIGHT] + total[:, _GRADIENT] + total[:, _CHANGE])
         broken = {
             layer: "weights or gradients" for layer, bad in zip(self.layers, is_bad, strict=True) if bad and layer >= 0
@@ -276,12 +278,6 @@ class SampledUpdate:
                 parts.append(own.view(-1).narrow(0, (own.numel() - n) // 2, n))
                 multiplicities.append(own.numel() / n)
         return parts, multiplicities
-
-
-def _signal_fractions(roots: np.ndarray, ages: Sequence[tuple[float, float]]) -> np.ndarray:
-    """Compute the gradient signal fraction of each module from the ratio of the RMS of its moments."""
-    pairs = zip(roots, ages, strict=True)
-    return np.array([signal_share(float(root) ** 2, beta1=beta1, n_updates=n) for root, (beta1, n) in pairs])
 
 
 def total_gradient_norm(optimizer: JointOptimizer) -> Tensor | float:
