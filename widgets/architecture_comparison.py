@@ -114,7 +114,7 @@ class ArchitectureComparison(WorkbenchWidget):
         self._watch(self._speed, lambda change: setattr(self._play, "interval", change["new"]))
         for each in self.views.values():
             self._at_close(each.close)
-            each.choose_layer = self._choose_layer
+            each.choose_layer = self._guarded(lambda layer: setattr(self, "highlight", layer))
             for control in each.controls:
                 self._watch(control, lambda _: self._draw())
         with self._attempt():
@@ -353,11 +353,6 @@ class ArchitectureComparison(WorkbenchWidget):
         if self._body.shown is not view.box:
             self._body.put(view.box, view.canvas)
         self._settle()
-
-    def _choose_layer(self, layer: int | None) -> None:
-        """Highlight the layer of a point that was selected on the page."""
-        with self._attempt():
-            self.highlight = layer
 
 
 def _page_of(comparison: ArchitectureComparison, like: ArchitectureComparison) -> str:

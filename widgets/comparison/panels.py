@@ -107,6 +107,14 @@ class PanelGrid:
         self.root = grid([panel.figure for panel in panels], n_columns=self._n_columns)
         return True
 
+    def saved(self, view: str, titles: Mapping[str, str]) -> SavedView:
+        """Return a view of all panels, which are hidden by their titles, for a page without a kernel."""
+        panels = self.panels
+        names = dict.fromkeys(name for panel in panels.values() for name in panel.sources)
+        models = {name: [part for panel in panels.values() for part in panel.parts(name)] for name in names}
+        signals = {titles[name]: [panel.figure] for name, panel in panels.items()}
+        return SavedView(view, self.root, models, signals, shown=list(signals))
+
 
 #: All numeric variables per layer.
 LAYER_MEASURES = [name for name, rule in SPECTRA.items() if rule.dims == ("layer",) and rule.kind != "b"]
@@ -148,11 +156,7 @@ class LayerView(ComparisonView):
 
     def saved(self) -> SavedView:
         """Return a view with one panel per measure; the chosen measures are visible at first."""
-        panels = self.panels.panels
-        names = dict.fromkeys(name for panel in panels.values() for name in panel.sources)
-        models = {name: [part for panel in panels.values() for part in panel.parts(name)] for name in names}
-        signals = {SPECTRA[measure].long_name: [panel.figure] for measure, panel in panels.items()}
-        return SavedView("layers", self.panels.root, models, signals, shown=list(signals))
+        return self.panels.saved("layers", {option["name"]: option["text"] for option in self.measures.options})
 
     def layered(self) -> list[ColumnDataSource]:
         """Return the markers of each panel."""
@@ -267,12 +271,7 @@ class TrainingView(ComparisonView):
 
     def saved(self) -> SavedView:
         """Return a view with one panel per trace; the chosen traces are visible at first."""
-        panels = self.panels.panels
-        names = dict.fromkeys(name for panel in panels.values() for name in panel.sources)
-        models = {name: [part for panel in panels.values() for part in panel.parts(name)] for name in names}
-        texts = {option["name"]: option["text"] for option in self.variables.options}
-        signals = {texts[variable]: [panel.figure] for variable, panel in panels.items()}
-        return SavedView("training", self.panels.root, models, signals, shown=list(signals))
+        return self.panels.saved("training", {option["name"]: option["text"] for option in self.variables.options})
 
     def figure(self, scene: Scene, backend: str) -> Any:
         """Return the panels as a figure of `workbench.plots.traces`."""
