@@ -5,7 +5,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help venv lab quick test full lint style types unit notebooks browser first_notebook main_browser outputs docs sample bench checkpoints runs warnings sweep scaling failures designs clean trials
+.PHONY: help venv lab quick test full fast lint style types unit notebooks browser first_notebook main_browser outputs docs sample bench checkpoints runs warnings sweep scaling failures designs clean trials
 
 help:  ## Print this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -41,9 +41,8 @@ quick: venv  ## Up to 3 minutes: style, and unit tests that render no figure, st
 	$(MAKE) --no-print-directory style
 	$(UNIT) -m "not (slow or medium or render or subprocess or recorded or framework or smollm2)"
 
-test: venv sample  ## About 20 minutes, as in CI: lint, all unit tests except slow ones, first notebook, main browser tests
-	$(MAKE) --no-print-directory lint
-	$(UNIT) -m "not slow"
+test: venv sample  ## About 10 minutes, as in CI: lint, all unit tests except slow ones, first notebook, main browser tests
+	$(MAKE) --no-print-directory --jobs 3 style types fast
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync first_notebook main_browser
 
 full: venv sample  ## More than an hour, before a release: lint, all unit, notebook and browser tests
@@ -52,6 +51,10 @@ full: venv sample  ## More than an hour, before a release: lint, all unit, noteb
 # mypy runs on one core, style and import checks on the other.
 lint: venv  ## Check style, types, and the imports between packages
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync style types
+
+# Without output-sync, because the dots of pytest are the progress; mypy runs beside the tests.
+fast: venv
+	$(UNIT) -m "not slow"
 
 style: venv
 	$(BIN)/ruff check .

@@ -35,6 +35,7 @@ def site(tmp_path_factory):
     return build(tmp_path_factory.mktemp("docs"), "-t", "quick")
 
 
+@pytest.mark.slow
 def test_every_public_name_is_in_the_reference(site):
     pages = {path.stem: path.read_text() for path in (site / "reference" / "api").glob("*.html")}
     lacking = [
@@ -54,6 +55,7 @@ def page_of(name, pages):
     return full if full in pages else full.rpartition(".")[0]
 
 
+@pytest.mark.slow
 def test_every_file_of_the_library_is_listed_with_what_it_is_for(site):
     text = (site / "files.html").read_text()
     listed = dict(re.findall(r"<span class=\"pre\">([\w/]+\.py)</span></code></p></td>\s*<td><p>(.*?)</p>", text))
@@ -64,6 +66,7 @@ def test_every_file_of_the_library_is_listed_with_what_it_is_for(site):
     assert not [path for path, summary in listed.items() if len(summary) < 10]
 
 
+@pytest.mark.slow
 def test_the_architecture_lists_every_layer(site):
     text = (site / "architecture.html").read_text()
     for folder in PACKAGE.iterdir():
@@ -71,17 +74,20 @@ def test_the_architecture_lists_every_layer(site):
             assert f'<span class="pre">{folder.name}</span></code></p></td>' in text, folder.name
 
 
+@pytest.mark.slow
 def test_a_page_needs_no_network(site):
     for page in site.rglob("*.html"):
         assert not re.findall(r"""(?:src|<link[^>]*href)=["']https?://""", page.read_text()), page.name
 
 
+@pytest.mark.slow
 def test_no_link_within_the_documentation_is_dead(site):
     for page in site.rglob("*.html"):
         for link in re.findall(r'<a [^>]*href="([^"#:]+)(?:#[^"]*)?"', page.read_text()):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+@pytest.mark.slow
 def test_every_figure_and_widget_has_an_example(site):
     from workbench import widgets
 
@@ -93,6 +99,7 @@ def test_every_figure_and_widget_has_an_example(site):
         assert f'<span class="n">{name}</span>' in page, name
 
 
+@pytest.mark.slow
 def test_every_notebook_has_a_page_with_its_pictures(site):
     import nbformat
 

@@ -409,13 +409,15 @@ def shared(tmp_path_factory):
     return tmp_path_factory.mktemp("shared")
 
 
+#: Calls that take seconds.
+LONG = ("learning rates", "assessment")
 CASES = [
     pytest.param(
         name,
         was_run,
         call,
         id=f"{call}-{name}{'-run before' * was_run}",
-        marks=() if was_run or name in ("pre_ln", "moe", "llama") else pytest.mark.slow,
+        marks=pytest.mark.slow if (name not in ("pre_ln", "moe", "llama") and not was_run) or call in LONG else (),
     )
     for name, was_run in STATES
     for call in CALLS

@@ -111,6 +111,7 @@ def own_pilot():
     return pilot_of({"n_steps": 300, "learning_rate": 3e-3})
 
 
+@pytest.mark.slow
 def test_rates_of_a_wider_target_are_smaller_by_the_ratio_and_less_certain(own_pilot):
     wide = pilot_of({"n_steps": 300, "learning_rate": 3e-3}, width_ratio=16.0)
     assert float(wide["useful_edge"]) == pytest.approx(float(own_pilot["useful_edge"]) / 16)
@@ -150,6 +151,7 @@ def smaller():
     )
 
 
+@pytest.mark.slow
 def test_a_model_smaller_than_all_recorded_ones_has_an_open_verdict_and_a_first_step(smaller):
     assert (smaller.attrs["verdict"], smaller.attrs["exit_status"]) == ("cannot say", 4)
     assert "models have width 24 to 96, while this model has width 16. No measured" in smaller.attrs["summary"]
@@ -163,6 +165,7 @@ def test_a_model_smaller_than_all_recorded_ones_has_an_open_verdict_and_a_first_
     assert np.isnan(modes["confidence"].values[modes["state"].values == "not measured"]).all()
 
 
+@pytest.mark.slow
 def test_a_bad_plan_is_refused_and_changes_are_tried(wild):
     assert (wild.attrs["verdict"], wild.attrs["exit_status"]) == ("refuse", 2)
     assert (wild.attrs["structure_state"], wild.attrs["pilot_state"]) == ("at risk", "failing")
@@ -190,6 +193,7 @@ def proxy():
     return tree
 
 
+@pytest.mark.slow
 def test_the_proxy_of_a_large_design_has_all_blocks_and_the_variances_of_the_full_width(proxy):
     sizes = ("width", "depth", "measured_width", "measured_depth", "is_stand_in")
     assert [proxy.attrs[name] for name in sizes] == [64, 6, 16, 4, 1]

@@ -176,7 +176,9 @@ def test_a_configuration_of_stages_is_built_at_full_size_if_it_is_small(monkeypa
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("kind", ["images", "encoder and decoder", "state space"])
+@pytest.mark.parametrize(
+    "kind", ["images", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("encoder and decoder", "state space"))]
+)
 def test_every_kind_of_small_design_is_assessed_to_the_end(kind, monkeypatch):
     """Pilot and trials run for a few updates only."""
     import transformers

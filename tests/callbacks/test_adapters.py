@@ -172,6 +172,7 @@ class OfFirstStates(wb.Callback):
 
 @pytest.mark.framework
 class TestHuggingFace:
+    @pytest.mark.slow
     def test_a_failed_training_does_not_affect_the_next_one(self, tmp_path):
         model, watching, fails = without_dropout(gpt2), Watching(), FailsAt(2)
         recorder = wb.Recorder(tmp_path / "run.zarr", every=None)

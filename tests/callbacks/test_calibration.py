@@ -33,8 +33,8 @@ def false_alarms(calibration, rate, *, spikes=0.0, n_runs=6):
     return found / (n_runs * 1400) * 100_000
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("spikes", [pytest.param(0.0, marks=pytest.mark.slow), 12.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("spikes", [0.0, 12.0])
 def test_new_healthy_runs_raise_about_as_many_alarms_as_the_rate(spikes):
     calibration = calibrate((healthy(i, spikes=spikes) for i in range(8)), base=EMPTY)
     # 8,400 steps: up to 5 events at a rate of 15.

@@ -37,6 +37,7 @@ def missing_in(path):
     return dict(zip(events["source"].values[is_missing], events["message"].values[is_missing], strict=True))
 
 
+@pytest.mark.slow
 def test_a_watch_on_one_rank_alone_ends_with_a_sentence(short):
     folder, (first, second) = short
     sentence = first["alone"][0]

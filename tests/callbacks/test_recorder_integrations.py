@@ -90,6 +90,7 @@ class TestLightning:
         assert_same(found, expected)
         assert {o.part for o in found.heard} == {"monitors", "attention", "optimizer", "activations"}
 
+    @pytest.mark.slow
     def test_resuming_from_a_checkpoint(self, lightning, task, tmp_path):  # noqa: F811
         through, parts = tmp_path / "through.zarr", tmp_path / "parts.zarr"
         data = {"task": task, "n_batches": 1}  # Lightning may begin with any batch

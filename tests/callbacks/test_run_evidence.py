@@ -271,6 +271,7 @@ def test_noise_with_any_correlation_raises_no_alarm(correlation):
     assert np.max(largest, axis=0)[1] < FALL.threshold
 
 
+@pytest.mark.slow
 def test_healthy_falls_raise_no_alarm():
     noise = 0.05 * np.random.default_rng(0).normal(size=2000)
     step = np.arange(2000)

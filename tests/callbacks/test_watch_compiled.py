@@ -148,7 +148,7 @@ def tied_llama():
     return LlamaForCausalLM(config).train()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_tied_model_stays_one_graph(tmp_path, backend):
     """Its inner model has all parameters too, and a hook on it is within the graph of the outer one."""
     losses = []

@@ -79,7 +79,9 @@ class TestResume:
 
 class TestEnd:
     @pytest.mark.subprocess
-    @pytest.mark.parametrize("end", ["pass", "raise SystemExit(3)", "os._exit(0)"])
+    @pytest.mark.parametrize(
+        "end", ["pass", pytest.param("raise SystemExit(3)", marks=pytest.mark.slow), "os._exit(0)"]
+    )
     def test_a_script_that_closes_nothing_loses_nothing(self, tmp_path, end):
         """After a kill, rows that were not written are lost, but readers see that no process writes the run."""
         script = f"""

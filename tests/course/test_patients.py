@@ -442,7 +442,7 @@ def test_the_players_know_their_names_and_stay_within_the_budget(name):
         assert patient.remaining >= 0
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_the_diagnosis_measures_until_it_is_sure():
     n_sure = 0
     for seed in range(8):

@@ -183,6 +183,7 @@ def test_a_family_is_evaluated_by_a_fit_to_the_others(fit_rates):
     assert others.abs().max() < 0.05
 
 
+@pytest.mark.slow
 def test_a_pilot_without_an_answer_counts_as_wrong_and_is_counted(fit_rates):
     rows = known_rows()
     chosen = rows[rows["set"] == "choose"].copy()

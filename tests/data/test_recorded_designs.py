@@ -67,6 +67,7 @@ def test_failures_follow_from_the_losses(script, designs):
         assert bool(designs["fails"].sel(design=name)) == expected, name
 
 
+@pytest.mark.slow
 def test_the_shipped_bands_and_the_verdicts_follow_from_the_measurements(script, designs, rows):
     open_rows = [row for row in rows if row.case.set_of_family != "locked" and "refused" not in row.structure]
     margin = json.loads(script.SHIPPED.read_text())["margin"]

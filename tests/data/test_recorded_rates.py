@@ -53,6 +53,7 @@ def test_a_set_contains_only_its_own_families(script, runs):
         assert design.architecture.family in script.FAMILIES[study]
 
 
+@pytest.mark.slow
 def test_most_useful_edges_lie_within_the_tried_rates(runs):
     # The test set ("locked") is excluded.
     is_rate = np.isin(runs["stage"].values, ["coarse", "fine", "wider"]) & (runs["study"].values != "locked")

@@ -34,6 +34,7 @@ def study():
     return found
 
 
+@pytest.mark.slow
 def test_quantities_are_means_over_seeds(study):
     measured = study["measured"]
     assert measured.dims == ("quantity", "rung", "seed")

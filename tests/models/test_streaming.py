@@ -113,6 +113,7 @@ class TestSameSpectra:
             np.testing.assert_allclose(streamed[name], exact[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     form=st.sampled_from(["safetensors", "shards", "bin", "module"]),

@@ -5,6 +5,8 @@ and the spectra, in memory and streamed, are those of the model that was written
 reason, and no code of a file may run. ``python -m benchmarks.third_party_models`` also tries whole libraries.
 """
 
+from collections import Counter
+
 import pytest
 
 from benchmarks import third_party_checkpoints
@@ -25,13 +27,16 @@ def test_inputs(inputs):
     assert found.outcome == ("rejected as listed" if is_rejected else "works"), found.note
 
 
-@pytest.mark.parametrize(
-    "checkpoint",
-    [
-        pytest.param(one, marks=() if one.rejection else pytest.mark.medium, id=f"{one.group}: {one.name}")
-        for one in third_party_checkpoints.all_trials()
-    ],
-)
+def checkpoints():
+    """Yield all trials; those that open a model are slow, except for the first two of each group."""
+    opened = Counter()
+    for one in third_party_checkpoints.all_trials():
+        opened[one.group] += not one.rejection
+        marks = () if one.rejection else pytest.mark.medium if opened[one.group] <= 2 else pytest.mark.slow
+        yield pytest.param(one, marks=marks, id=f"{one.group}: {one.name}")
+
+
+@pytest.mark.parametrize("checkpoint", checkpoints())
 @pytest.mark.filterwarnings("ignore")
 def test_checkpoints(checkpoint, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

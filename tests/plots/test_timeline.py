@@ -349,6 +349,7 @@ def test_evidence_and_probes_are_in_the_figure():
     assert "■ probe failed" in notes[-1]
 
 
+@pytest.mark.slow
 def test_texts_of_the_picture_do_not_overlap(pair):
     from workbench.plots import style
 

@@ -38,6 +38,7 @@ def comparison(runs, tmp_path, monkeypatch):
     comparison.close()
 
 
+@pytest.mark.slow
 def test_each_button_writes_its_kind_where_the_field_says(comparison, tmp_path):
     comparison.views["training"].variables.value = ["loss"]
     comparison.models = ["Pre-LN"]

@@ -84,6 +84,7 @@ def test_with_every_fault_off_both_runs_are_bitwise_identical_and_kss_is_off(mak
     assert not live.canvas.histories[WITH_FAULTS].fault_spans()
 
 
+@pytest.mark.slow
 def test_a_click_switches_the_fault_from_the_next_step_on_in_one_run_alone(make):
     fault = wb.faults.large_rate(factor=3)
     live = make(fault, n_steps=400)
@@ -260,6 +261,7 @@ def test_incompatible_arguments_are_rejected_immediately():
             LiveTraining(SMALL, TASK, **options)
 
 
+@pytest.mark.slow
 def test_a_fault_that_cannot_act_is_said_and_the_widget_stays_usable(make):
     live = make(wb.faults.no_auxiliary_loss())
     live.start()

@@ -91,6 +91,7 @@ def is_alive(pid):
     return True
 
 
+@pytest.mark.slow
 def test_with_kss_off_both_runs_are_bitwise_identical_to_the_run_alone(make, task):
     live = make(kss=wb.KSS(enabled=False))
     random = torch.get_rng_state()
@@ -303,6 +304,7 @@ class Unreadable(nn.Module):
         return self.table(ids)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_read_is_said_and_the_widget_stays_usable(make):
     live = make(Unreadable())
     live._buttons.start.click()
@@ -498,6 +500,7 @@ def test_the_shown_step_is_that_of_the_figure_and_of_the_files(make, tmp_path):
     assert live.picture().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_diverged_run_can_be_drawn(make):
     live = make(learning_rate=1e3, n_steps=40, warmup=0, compare=False, kss=wb.KSS(enabled=False))
     live.start()
@@ -555,6 +558,7 @@ def test_a_cell_can_await_the_end_while_the_kernels_loop_goes_on(make):
         live.wait(0.05)
 
 
+@pytest.mark.slow
 def test_close_ends_the_process_and_the_stores_and_leaves_nothing(task, tmp_path):
     def live_and_closed():
         live = LiveTraining(SMALL, task, n_steps=10**6, folder=tmp_path, kss=wb.KSS(), **SETTINGS)

@@ -128,7 +128,7 @@ def test_outside_of_what_was_measured_a_banner_and_no_figure(make):
     assert len(explorer._curve.curve.data["failure"]) == 81
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_pilot_narrows_the_risk_until_the_plan_changes(make):
     explorer = make(task="synthetic language")
     explorer.plan.n_steps.value = 240

@@ -42,6 +42,7 @@ def image_of(bundle):
     return Image.open(io.BytesIO(base64.b64decode(bundle["image/png"]))).convert("RGB")
 
 
+@pytest.mark.slow
 def test_a_figure_and_a_widget_show_a_live_view_and_then_a_png(outputs, spectra):
     explorer = SpectrumExplorer(spectra)
     for shown in (show(plots.layer_profile(spectra, measures=["rank"])), explorer):
@@ -58,6 +59,7 @@ def test_a_figure_and_a_widget_show_a_live_view_and_then_a_png(outputs, spectra)
     assert picture["text/plain"] == "Eigenvalues of calm and wild, layers 0 to 5, all modes."
 
 
+@pytest.mark.slow
 def test_the_picture_follows_the_widget_at_rest(outputs, spectra):
     explorer = SpectrumExplorer(spectra)
     explorer._ipython_display_()

@@ -135,6 +135,7 @@ def test_no_page_says_what_stands_for_nothing(timeline):
     assert (rows.rows, rows.row_layers) == (["block 0", "block 1", "block 2", "outside"], [0, 1, 2, None])
 
 
+@pytest.mark.slow
 def test_every_kind_of_file_is_written_by_its_button(timeline, tmp_path):
     bar = timeline.export_bar
     bar.path.value = str(tmp_path / "figure")

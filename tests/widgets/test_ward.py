@@ -253,6 +253,7 @@ def test_settings_and_parts_that_a_model_lacks(make):
     assert ward.record.timeline.selection.step == last  # eigenvalues of the last spectra
 
 
+@pytest.mark.slow
 def test_files_and_picture(make, tmp_path):
     ward = make(3)
     assert ward.picture()[1:4] == b"PNG"

@@ -322,7 +322,7 @@ def test_a_view_without_its_kind_of_source_says_what_to_tick(folder, make):
     )
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_checkpoints_are_compared_in_two_views_and_profiled_once(folder, make, monkeypatch):
     profiled, profile = [], wb.profile
     monkeypatch.setattr(wb, "profile", lambda *args, **options: profiled.append(1) or profile(*args, **options))
