@@ -1,4 +1,4 @@
-"""The largest token losses."""
+"""The largest token losses, and the accuracy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.models.losses import largest_losses
+from workbench.models.losses import accuracy_of, largest_losses
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,3 +41,22 @@ def test_few_valid_targets_are_all_used_and_invalid_classes_are_ignored():
     late = torch.zeros(500, 5)
     late[250:, 0] = 30.0
     assert float(largest_losses(late, torch.ones(500, dtype=torch.int64))) == pytest.approx(30.0, rel=1e-4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    n_known=st.sampled_from([0, 30, 300, 512]),
+    scale=st.sampled_from([0.0, 1.0, 1e3]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_accuracy_is_that_of_argmax_with_ties_nan_and_targets_that_are_no_classes(seed, n_known, scale, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(8, 64, 256, generator=generator)).round().div(8).to(dtype)
+    logits[0, :9, 5], logits[1, 3] = math.nan, -math.inf
+    targets = torch.randint(-1, 260, (8, 64), generator=generator)
+    known = torch.randperm(512, generator=generator)[:n_known]
+    targets.view(-1)[known] = logits.argmax(-1).view(-1)[known]
+    targets[torch.rand(8, 64, generator=generator) < 0.3] = -100
+    expected = ((logits.argmax(-1) == targets) & (targets != -100)).sum() / (targets != -100).sum()
+    assert accuracy_of(logits, targets) == float(expected)

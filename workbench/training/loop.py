@@ -188,7 +188,7 @@ class Training:
                 is_step_complete = True
                 if record.diverged and taker is not None and not is_due:
                     spectra = self._spectra(taker, record.step)
-                record = self._recorded(replace(record, spectra=spectra))
+                record = self._recorded(record if spectra is None else replace(record, spectra=spectra))
                 if record.diverged:
                     self._record_event("divergence", **evidence(record, self.plan, self._failed_at))
                 if record.diverged and (self.plan.stops_at_divergence or record.cause == "non-finite"):
@@ -264,7 +264,8 @@ class Training:
         inputs, targets = on_device_of(self.model, inputs), on_device_of(self.model, targets)
         inputs, targets = self.callbacks.change_batch(inputs, targets)
         self.run.targets = targets
-        self.model.train()
+        if not all(module.training for module in self.model.modules()):  # `train` takes longer
+            self.model.train()
         with self.random.active():
             given, grad_norm, accuracy = self._measured_pass(inputs, targets)
             cause = self._cause(given.loss if given.is_finite else math.nan, grad_norm)
@@ -286,12 +287,13 @@ class Training:
     def _recorded(self, record: StepRecord) -> StepRecord:
         """Add the results of the callbacks to a record and pass it to the store."""
         numbers = self.callbacks.end_step(record.step, record.monitors())
-        outcomes = {callback.name: callback.outcome() for callback in self.callbacks}
-        record = replace(
-            record,
-            numbers={name: value for name, value in numbers.items() if not hasattr(record, name)},
-            outcomes={name: outcome for name, outcome in outcomes.items() if outcome is not None},
-        )
+        if self.callbacks.callbacks:
+            outcomes = {callback.name: callback.outcome() for callback in self.callbacks}
+            record = replace(
+                record,
+                numbers={name: value for name, value in numbers.items() if not hasattr(record, name)},
+                outcomes={name: outcome for name, outcome in outcomes.items() if outcome is not None},
+            )
         if record.spectra is not None:
             self._output.add_dataset("spectra", record.spectra)
         self._output.add("monitors", record.step, numbers)  # last, as it may complete a block of steps
@@ -362,6 +364,8 @@ class Training:
     def _grad_norm(self) -> Tensor:
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if len({(type(each), each.dtype, each.device) for each in gradients}) == 1 and type(gradients[0]) is Tensor:
+            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # the same, without its checks
         return torch.nn.utils.get_total_norm(gradients)
 
     def _cause(self, loss: float, grad_norm: float) -> str:
