@@ -264,7 +264,7 @@ class Training:
         inputs, targets = on_device_of(self.model, inputs), on_device_of(self.model, targets)
         inputs, targets = self.callbacks.change_batch(inputs, targets)
         self.run.targets = targets
-        if not all(module.training for module in self.model.modules()):  # `train` takes longer
+        if not _is_training(self.model):  # as `train` takes longer
             self.model.train()
         with self.random.active():
             given, grad_norm, accuracy = self._measured_pass(inputs, targets)
@@ -466,6 +466,10 @@ def _is_two_pass(optimizer: torch.optim.Optimizer) -> bool:
 def takes_several_passes(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer computes further gradients within a step, by a closure."""
     return isinstance(optimizer, torch.optim.LBFGS) or _is_two_pass(optimizer)
+
+
+def _is_training(module: nn.Module) -> bool:
+    return module.training and all(part is None or _is_training(part) for part in module._modules.values())
 
 
 def place_of_failure(model: nn.Module, loss_of: LossOf, *, around: Around) -> str:
