@@ -29,6 +29,8 @@ _N_SEPARATE = 8
 _N_MARKED = 8
 #: Elements that are projected together to save memory; on the host they fit the processor's cache.
 _CHUNK, _CHUNK_ON_HOST = 2**20, 2**16
+#: Signs of each byte, (projection, byte).
+_SIGNS = torch.from_numpy(2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[None], axis=0, bitorder="little") - 1)
 #: Attribute of FSDP2 for the parameter before sharding.
 _UNSHARDED = "_unsharded_param"
 _LOWEST = torch.iinfo(torch.int64).min
@@ -305,11 +307,11 @@ def project(gradient: Tensor, seed: int, *, start: int = 0, n_total: int | None 
     flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1)
     device = flat.device
     generator = torch.Generator(device).manual_seed(seed)
-    places = torch.arange(N_PROJECTIONS, dtype=torch.uint8, device=device)[:, None]
     found = torch.zeros(N_PROJECTIONS + 1, dtype=torch.float64, device=device)
     if is_on_host := device.type == "cpu":
-        bytes_of = torch.arange(256, dtype=torch.uint8)
-        signs = 2 * ((bytes_of >> places) & 1).double() - 1  # of each byte, (projection, byte)
+        of_bytes = torch.zeros(256, dtype=torch.float64, device=device)
+    else:
+        places = torch.arange(N_PROJECTIONS, dtype=torch.uint8, device=device)[:, None]
     n_total, size = len(flat) if n_total is None else n_total, _CHUNK_ON_HOST if is_on_host else _CHUNK
     end = start + len(flat)
     for begin in range(0, min(end, n_total), size):
@@ -322,10 +324,12 @@ def project(gradient: Tensor, seed: int, *, start: int = 0, n_total: int | None 
         drawn = words.view(torch.uint8)[low - begin : high - begin]
         part = flat[low - start : high - start].double()
         if is_on_host:  # elements with the same byte are summed first
-            found[:-1] += signs @ torch.bincount(drawn, part, minlength=256)
+            of_bytes += torch.bincount(drawn, part, minlength=256)
         else:
             found[:-1] += 2 * (((drawn >> places) & 1).double() @ part) - part.sum()
         found[-1] += part.square().sum()
+    if is_on_host:
+        found[:-1] = _SIGNS @ of_bytes
     found[-1].sqrt_()
     return found
 
