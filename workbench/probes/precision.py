@@ -315,8 +315,8 @@ def _alone(call: _Call, autocast: torch.dtype | None, *, dtype: torch.dtype | No
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     names = [name for name, weight in module.named_parameters() if weight.requires_grad]
-    held = (*module.named_parameters(), *module.named_buffers())
-    tensors = {name: cast(tensor.detach()).clone() for name, tensor in held}
+    held = {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    tensors = {name: own.clone() if (own := cast(tensor)) is tensor else own for name, tensor in held.items()}
     for name in names:
         tensors[name].requires_grad_()
     kind = call.gradient.device.type

@@ -242,41 +242,50 @@ class SampledUpdate:
 
     def __init__(self, optimizer: JointOptimizer) -> None:
         self.optimizer = optimizer
-        self._before: list[Tensor] = []
+        self._before: list[Tensor] = []  # kept from step to step: new memory costs more than the copies
+        self._n_copied = 0
 
     @torch.no_grad()
     def begin(self) -> None:
         """Copy the sampled entries, right before the update."""
         parts, _ = self._parts()
-        self._before = [part.float() for part in torch._foreach_mul(parts, 1.0)] if parts else []
+        if [(each.shape, each.device) for each in parts] != [(each.shape, each.device) for each in self._before]:
+            self._before = [torch.empty_like(part, dtype=torch.float32) for part in parts]
+        if parts:
+            torch._foreach_copy_(self._before, parts)
+        self._n_copied = len(parts)
 
     @torch.no_grad()
     def end(self) -> Tensor | float:
         """Return the ratio, right after the update: 0-dim and on the device, or NaN if there is no tensor."""
-        before, self._before = self._before, []
+        n_copied, self._n_copied = self._n_copied, 0
         parts, multiplicities = self._parts()
-        if not before or len(parts) != len(before):
+        if not n_copied or len(parts) != n_copied:
             return math.nan
-        change = torch._foreach_sub([part.float() for part in parts], before)
+        before = self._before
         device = before[0].device  # a model may be on several devices
-        norms = [
-            torch.stack([norm.to(device) for norm in torch._foreach_norm(tensors)]) for tensors in (change, before)
-        ]
         weights = torch.tensor(multiplicities, dtype=torch.float32).to(device, non_blocking=True)
-        total = [(norm.square() * weights).sum() for norm in norms]
-        return (total[0] / total[1]).sqrt()
+        norms = torch._foreach_norm(before)
+        torch._foreach_sub_(before, [part.float() for part in parts])
+        totals = [
+            (torch.stack([norm.to(device) for norm in each]).square() * weights).sum()
+            for each in (torch._foreach_norm(before), norms)
+        ]
+        return (totals[0] / totals[1]).sqrt()
 
     def _parts(self) -> tuple[list[Tensor], list[float]]:
         """Return a range of entries from the middle of each tensor, and how many entries each of them represents."""
         parts, multiplicities = [], []
         for group in self.optimizer.param_groups:
             for weight in group["params"]:
-                own = local_part(weight.detach())
-                if weight.grad is None or not own.numel() or not own.is_contiguous():
+                if weight.grad is None:
                     continue
-                n = min(own.numel(), _SAMPLED)
-                parts.append(own.view(-1).narrow(0, (own.numel() - n) // 2, n))
-                multiplicities.append(own.numel() / n)
+                own = local_part(weight.detach())
+                if not (size := own.numel()) or not own.is_contiguous():
+                    continue
+                n = min(size, _SAMPLED)
+                parts.append(own.view(-1).narrow(0, (size - n) // 2, n))
+                multiplicities.append(size / n)
         return parts, multiplicities
 
 
