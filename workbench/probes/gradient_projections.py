@@ -327,7 +327,7 @@ def project(gradient: Tensor, seed: int, *, start: int = 0, n_total: int | None 
             of_bytes += torch.bincount(drawn, part, minlength=256)
         else:
             found[:-1] += 2 * (((drawn >> places) & 1).double() @ part) - part.sum()
-        found[-1] += part.square().sum()
+        found[-1] += part.dot(part)
     if is_on_host:
         found[:-1] = _SIGNS @ of_bytes
     found[-1].sqrt_()

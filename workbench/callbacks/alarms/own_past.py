@@ -87,6 +87,9 @@ class OwnPast:
         self._memory = np.where(self._is_noise, np.maximum(self._memory, _LEAST_MEMORY), self._memory)
         self._lag = np.where(self._is_noise, np.maximum(length, _LEAST_LAG), length)
         self._mean, self._variance, self._fourth, self._n_learned = (np.zeros((len(WINDOWS), n)) for _ in range(4))
+        self._least = np.where(self._is_noise, _LEAST_OF_NOISE, _LEAST)
+        self._prior = np.where(self._is_noise, float(_PRIOR), 0.0)
+        self._places = np.ogrid[: len(WINDOWS), :n]
         self._first, self._time = np.full(n, np.nan), 0
         self.restart()
 
@@ -136,9 +139,9 @@ class OwnPast:
         variance, n_past = self._variance.copy(), np.minimum(self._n_learned, self._memory) / WINDOWS[:, None]
         with np.errstate(over="ignore"):
             excess = np.clip(self._fourth / np.maximum(variance**2, _TINY) - 3, 0.0, _LARGEST_KURTOSIS)
-        is_known = n_past >= np.where(self._is_noise, _LEAST_OF_NOISE, _LEAST)
+        is_known = n_past >= self._least
         for k in range(1, len(WINDOWS)):
-            prior = np.where(self._is_noise, np.minimum(_PRIOR, n_past[k - 1]), 0.0)
+            prior = np.minimum(self._prior, n_past[k - 1])
             total = np.maximum(n_past[k] + prior, 1e-9)
             variance[k] = (n_past[k] * variance[k] + prior * _ALLOWANCE * variance[k - 1]) / total
             excess[k] = (n_past[k] * excess[k] + prior * excess[k - 1] / 2) / total
@@ -153,8 +156,7 @@ class OwnPast:
 
     def _learn(self, per_unit: np.ndarray) -> None:
         """Update the moments with the departures whose windows ended right before the latest ones began."""
-        row, series = np.ogrid[: len(WINDOWS), : len(self._first)]
-        past = self._departures[(self._time - self._lag) % len(self._departures), row, series]
+        past = self._departures[((self._time - self._lag) % len(self._departures), *self._places)]
         is_known = np.isfinite(past) & (self._time > self._lag)
         self._n_learned += is_known
         length = WINDOWS[:, None]
@@ -209,6 +211,5 @@ def _largest(departure: np.ndarray, freedom: np.ndarray) -> tuple[np.ndarray, np
 
     evidence = -np.log10(np.maximum(stdtr(freedom, -departure), _TINY)) - np.log10(len(WINDOWS))
     known = np.where(np.isnan(departure), -np.inf, evidence)
-    best = known.argmax(axis=0)
-    largest = np.take_along_axis(known, best[None], axis=0)[0]
-    return np.where(np.isneginf(largest), np.nan, largest), WINDOWS[best]
+    largest = known.max(axis=0)
+    return np.where(np.isneginf(largest), np.nan, largest), WINDOWS[known.argmax(axis=0)]

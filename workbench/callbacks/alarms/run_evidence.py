@@ -128,7 +128,7 @@ class LossShift:
         if len(self._first) < _N_FIRST:
             self._first.append(loss)
         self._losses.append(loss)
-        least = _FRACTION_OF_FIRST * abs(float(np.median(self._first)))
+        least = _FRACTION_OF_FIRST * abs(_median(self._first))
         losses = np.array(self._losses)
         past = losses[: -_WINDOWS[-1]]
         if len(past) < _LEAST_PAST:
@@ -149,7 +149,7 @@ def _shifts(
     for is_last in (False, True):
         level, slope = float(clipped.mean()), float(at @ clipped) / float(at @ at)
         residual = past - level - slope * at
-        limit = _CLIP * 1.4826 * float(np.median(np.abs(residual - np.median(residual))))
+        limit = _CLIP * 1.4826 * _median(np.abs(residual - _median(residual)))
         clipped = level + slope * at + np.clip(residual, -limit, limit)
         if is_last:
             residual = np.clip(residual, -limit, limit)
@@ -165,13 +165,19 @@ def _shifts(
     for latest in windows:
         extrapolated = end + slope * (len(windows[-1]) - (len(latest) - 1) / 2)
         low, high = sorted((end, extrapolated))
-        mean, median = float(latest.mean()), float(np.median(latest))
+        mean, median = float(latest.mean()), _median(latest)
         deviation = max(math.sqrt(variance * (1 / len(latest) + 4 / n)), _TINY)
         low = min(low, lowest)
         down = low - max(mean, median)
         rises.append((min(mean, median) - high) / deviation)
         falls.append(down / deviation if down >= _LEAST_FALL * abs(low) else min(down, 0.0) / deviation)
     return rises, falls
+
+
+def _median(values: np.ndarray | list[float]) -> float:
+    """Return the median of a few finite numbers, several times faster than NumPy does."""
+    ordered = np.sort(values)
+    return float(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
 
 
 #: First step that is evaluated.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
 from numbers import Real
 from operator import attrgetter
 from typing import Any
@@ -43,9 +44,13 @@ def settings_of(optimizer: Any, model: nn.Module, **known: Any) -> dict[str, Any
     inner, module = innermost(optimizer), bare(model)
     found: dict[str, Any] = {"optimizer": inner.name if isinstance(inner, JointOptimizer) else type(inner).__name__}
     found |= _options(inner.param_groups) | _optimized(inner.param_groups) | _model(module) | _arithmetic(inner)
-    packages = (entry.rpartition(" ") for entry in versions().split(", ") if entry)
-    found |= {f"version of {name}": version for name, _, version in packages}
-    return found | {name: _plain(value) for name, value in known.items()}
+    return found | _version_of_packages(versions()) | {name: _plain(value) for name, value in known.items()}
+
+
+@lru_cache(maxsize=1)
+def _version_of_packages(all_versions: str) -> dict[str, str]:
+    packages = (entry.rpartition(" ") for entry in all_versions.split(", ") if entry)
+    return {f"version of {name}": version for name, _, version in packages}
 
 
 def _options(groups: list[dict[str, Any]]) -> dict[str, Any]:
