@@ -364,8 +364,6 @@ class Training:
     def _grad_norm(self) -> Tensor:
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if len({(type(each), each.dtype, each.device) for each in gradients}) == 1 and type(gradients[0]) is Tensor:
-            return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))  # the same, without its checks
         return torch.nn.utils.get_total_norm(gradients)
 
     def _cause(self, loss: float, grad_norm: float) -> str:
