@@ -51,7 +51,7 @@ def test_the_benchmark_runs_with_torch_and_numpy_alone(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     text = out.read_text()
-    assert text in done.stdout
+    assert text.partition("\n<!--")[0] in done.stdout  # the file has a mark of who wrote it
     failed = {line.split(" | ")[0].strip("| ") for line in text.splitlines() if "failed" in line}
     assert failed == {"monitors and alarms"}  # alarms need SciPy
     assert "not complete" not in text

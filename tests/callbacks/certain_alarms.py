@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from workbench.callbacks.alarms import Alarms, Attributor
+import workbench as wb
+from workbench.callbacks.alarms import Attributor
 
 
 def with_attributor(attributor, **options):
-    alarms = Alarms(**options)
+    alarms = wb.Alarms(**options)
     alarms.attributor = attributor
     return alarms
 
