@@ -61,8 +61,6 @@ def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
 
 def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
     """Return the values of tensors with one element each, not rounded, with one transfer per device."""
-    if all(type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" for each in tensors):
-        return [float(each.item()) for each in tensors]
     return [array.item() for array in read_arrays(tensors)]
 
 
