@@ -41,7 +41,7 @@ quick: venv  ## Up to 3 minutes: style, and unit tests that render no figure, st
 	$(MAKE) --no-print-directory style
 	$(UNIT) -m "not (slow or medium or render or subprocess or recorded or framework or smollm2)"
 
-test: venv sample  ## About 10 minutes, as in CI: lint, all unit tests except slow ones, first notebook, main browser tests
+test: venv sample  ## About 12 minutes, as in CI: lint, all unit tests except slow ones, first notebook, main browser tests
 	$(MAKE) --no-print-directory --jobs 3 style types fast
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync first_notebook main_browser
 
