@@ -37,7 +37,7 @@ NBVAL  := $(PYTEST) -n 2 --dist loadfile --nbval-lax --nbval-cell-timeout 300 -p
 # Copies of the notebooks, each with the checks of its claims as the last cell.
 COPIES := artifacts/run
 
-quick: venv  ## Up to 3 minutes: style, and unit tests that render no figure, start no process and take less than 0.5 s
+quick: venv  ## Up to 5 minutes: style, and unit tests that render no figure, start no process and take less than 0.5 s
 	$(MAKE) --no-print-directory style
 	$(UNIT) -m "not (slow or medium or render or subprocess or recorded or framework or smollm2)"
 
