@@ -22,7 +22,8 @@ import workbench as wb
 from tests.about import about
 from tests.wrong_arguments import callables
 from workbench.errors import AnatomyError, CallError, OptionError
-from workbench.option_checks import (
+from workbench.option_checks import check_fields, checked
+from workbench.option_kinds import (
     Bound,
     Fraction,
     Measured,
@@ -30,11 +31,9 @@ from workbench.option_checks import (
     PositiveFloat,
     PositiveInt,
     Remedy,
-    _evaluated,
     above,
     at_most,
-    check_fields,
-    checked,
+    evaluated,
     n_dims,
     one_of,
 )
@@ -285,7 +284,7 @@ def test_every_annotation_of_a_public_call_can_be_read():
         modules = {function.__module__, *(each.__module__ for each in getattr(owner, "__mro__", ()))} - {"builtins"}
         for argument, text in function.__annotations__.items():
             if not {"Any", "Run"} & set(re.findall(r"\w+", str(text))) and all(
-                _evaluated(text, module) is Any for module in modules
+                evaluated(text, module) is Any for module in modules
             ):
                 unread.append(f"{name}({argument}: {text})")
     assert unread == []

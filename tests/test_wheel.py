@@ -39,6 +39,7 @@ for ask in (lambda: wb.samples.open("rate_study"), lambda: wb.samples.failed_run
     try:
         ask()
     except wb.errors.StoreError as error:
+        assert not {has_studies}, error
         assert 'pip install "stability-workbench[data]"' in str(error), error
     else:
         assert {has_studies}

@@ -12,7 +12,7 @@ import ipywidgets
 from workbench.errors import OptionError, require_listed
 from workbench.formatting import capitalized, clause, counted, percent
 from workbench.io.store import export_netcdf
-from workbench.option_checks import Seed
+from workbench.option_kinds import Seed
 from workbench.plots.figure_files import for_backend, picture_of
 from workbench.reports.document import Numbers
 from workbench.reports.formats import html

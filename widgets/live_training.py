@@ -16,7 +16,7 @@ import ipywidgets
 
 from workbench.errors import OptionError, StoreError, require_known
 from workbench.io.store import open_run
-from workbench.option_checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from workbench.option_kinds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from workbench.plots.figure_files import save as save_figure
 from workbench.plots.timeline_events import events_of
 from workbench.training.recording import Recording

@@ -15,7 +15,8 @@ from bokeh.plotting import figure
 from workbench import plots
 from workbench.errors import OptionError
 from workbench.io.store import export_netcdf
-from workbench.option_checks import checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import one_of
 from workbench.plots import style
 from workbench.plots.figure_files import picture_of
 from workbench.rates.find_rate import FoundRates

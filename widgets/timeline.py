@@ -13,7 +13,8 @@ from workbench.callbacks.alarms.probe_alarms import SIGNALS
 from workbench.errors import OptionError, SchemaError, require_listed
 from workbench.formatting import capitalized, counted, listed
 from workbench.io.run_access import named_runs
-from workbench.option_checks import PositiveFloat, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveFloat
 from workbench.plots.timeline_events import TimelineEvent, alarms_of, signal_of
 from workbench.plots.timeline_figure import chosen_signals, healthy_runs, sentence_alone, timeline
 from workbench.schema.statuses import RunState

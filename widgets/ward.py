@@ -13,7 +13,7 @@ from workbench import course, plots
 from workbench.diagnosis.causes import CAUSES
 from workbench.errors import OptionError
 from workbench.formatting import listed, short
-from workbench.option_checks import NonNegativeInt
+from workbench.option_kinds import NonNegativeInt
 from workbench.plots.figure_files import picture_of
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.figure import FigureStage

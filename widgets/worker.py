@@ -13,7 +13,7 @@ import ipywidgets
 import torch
 
 from workbench.formatting import duration
-from workbench.option_checks import NonNegativeFloat
+from workbench.option_kinds import NonNegativeFloat
 from workbench.widgets.base import WorkbenchWidget
 
 if TYPE_CHECKING:

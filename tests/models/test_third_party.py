@@ -45,4 +45,6 @@ def test_checkpoints(checkpoint, monkeypatch):
         (resident, checkpoint.rejection),
         (streamed, checkpoint.not_streamed or checkpoint.rejection),
     ):
-        assert found.word in ("not run", "rejected as expected" if rejection else "works"), found.detail
+        if found.word == "not run":
+            pytest.skip(found.detail)
+        assert found.word == ("rejected as expected" if rejection else "works"), found.detail

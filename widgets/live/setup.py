@@ -11,7 +11,8 @@ from torch import nn
 
 from workbench import tasks, zoo
 from workbench.errors import OptionError, require_listed
-from workbench.option_checks import NonNegativeInt, PositiveFloat, PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeInt, PositiveFloat, PositiveInt
 from workbench.tasks.user_data import OneShotTask
 from workbench.widgets.risk.controls import fitted, offer
 

@@ -49,7 +49,8 @@ from workbench.models.batches import take_examples
 from workbench.models.losses import token_loss
 from workbench.models.model_sizes import model_sizes
 from workbench.models.profile import profile
-from workbench.option_checks import Seed, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import Seed
 from workbench.rates.find_rate import is_of_adam
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.statuses import BAD_STATES, Verdict

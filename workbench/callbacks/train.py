@@ -16,7 +16,8 @@ from workbench.callbacks.recorder import Recorder
 from workbench.errors import OptionError
 from workbench.models.losses import token_loss
 from workbench.models.streaming import require_in_memory
-from workbench.option_checks import PositiveInt, Remedy, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveInt, Remedy
 from workbench.tasks import as_task
 from workbench.training.callback import Callback
 from workbench.training.loop import Training

@@ -22,7 +22,8 @@ from workbench.callbacks.recorder.joint_optimizer import optimizers_in
 from workbench.callbacks.recorder.options import CADENCE, is_first, meet, of_first_rank
 from workbench.formatting import number_in_words
 from workbench.models.calling import bare
-from workbench.option_checks import PositiveFloat, PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     import os

@@ -15,7 +15,8 @@ from workbench.course.scoring import Score
 from workbench.diagnosis import CAUSES
 from workbench.errors import OptionError, require_listed
 from workbench.io.progress import Progress
-from workbench.option_checks import NonNegativeInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeInt
 from workbench.schema.runs import SCHEMA_VERSION
 
 if TYPE_CHECKING:

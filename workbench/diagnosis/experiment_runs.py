@@ -26,7 +26,7 @@ from workbench.diagnosis.ranking import REPLAYED, Rules
 from workbench.errors import CheckpointError, OptionError
 from workbench.io.progress import Progress
 from workbench.models.checkpoint import load_weights
-from workbench.option_checks import PositiveFloat, PositiveInt
+from workbench.option_kinds import PositiveFloat, PositiveInt
 from workbench.schema.statuses import FailureKind
 from workbench.tasks import Task, as_task
 from workbench.training.recording import read_checkpoint

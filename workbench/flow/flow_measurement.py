@@ -25,7 +25,8 @@ from workbench.models.router_weights import Router, router_weights
 from workbench.models.streaming import with_weights
 from workbench.models.subject import Subject
 from workbench.monitors.router_health import expert_load, max_violation, routing_entropy_share
-from workbench.option_checks import PositiveInt, Seed, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveInt, Seed
 from workbench.schema.flows import FLOW
 from workbench.schema.runs import SCHEMA_VERSION
 

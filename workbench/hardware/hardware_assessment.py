@@ -23,7 +23,8 @@ from workbench.models.calling import on_device_of
 from workbench.models.losses import token_loss
 from workbench.models.model_sizes import model_sizes
 from workbench.models.subject import Subject
-from workbench.option_checks import PositiveInt, Seed, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveInt, Seed
 from workbench.schema.statuses import CriterionState
 from workbench.tasks import as_task
 from workbench.tasks.random_stream import RandomStream

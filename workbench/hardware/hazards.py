@@ -36,7 +36,7 @@ from workbench.hardware.reduction import (
 )
 from workbench.models.batches import count_examples, take_examples
 from workbench.models.block_calls import Site
-from workbench.option_checks import Measured
+from workbench.option_kinds import Measured
 from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:

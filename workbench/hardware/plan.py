@@ -16,7 +16,8 @@ from workbench import tasks
 from workbench.errors import OptionError, WorkbenchError, require_known
 from workbench.io.files import FileKind, as_path
 from workbench.models.model_sizes import model_sizes, nearest_size
-from workbench.option_checks import NonNegativeInt, PositiveFloat, PositiveInt, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeInt, PositiveFloat, PositiveInt, one_of
 from workbench.sweeps.run_settings import TASKS
 from workbench.training.training_plan import SCHEDULES, TrainingPlan
 

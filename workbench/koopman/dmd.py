@@ -12,7 +12,8 @@ import torch
 from workbench.errors import SnapshotError
 from workbench.koopman.moments import not_finite
 from workbench.koopman.sketch import SnapshotSketch
-from workbench.option_checks import NonNegativeFloat, PositiveInt, above, below, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeFloat, PositiveInt, above, below, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor

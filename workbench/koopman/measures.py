@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
-from workbench.option_checks import NonNegativeFloat, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeFloat
 
 if TYPE_CHECKING:
     import xarray as xr

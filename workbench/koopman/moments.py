@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from workbench.errors import SnapshotError
-from workbench.option_checks import PositiveInt
+from workbench.option_kinds import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ import torch
 from workbench.errors import SnapshotError
 from workbench.io.memory import give_back
 from workbench.koopman.moments import check_snapshots, device_for_float64, not_finite
-from workbench.option_checks import PositiveInt
+from workbench.option_kinds import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,8 @@ from workbench.koopman.measures import Thresholds, mass_fractions
 from workbench.koopman.modes import eigenmodes, significant_digits
 from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.sketch import SnapshotSketch
-from workbench.option_checks import PositiveFloat, PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveFloat, PositiveInt
 from workbench.schema.runs import SCHEMA_VERSION, SPECTRA, validate_spectra
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from workbench.models.calling import unwrap
-from workbench.option_checks import PositiveInt
+from workbench.option_kinds import PositiveInt
 
 _NAMES = {
     "n_heads": ("n_heads", "num_attention_heads", "n_head", "num_heads", "decoder_attention_heads"),

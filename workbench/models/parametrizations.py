@@ -23,7 +23,8 @@ from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import take_examples
 from workbench.models.calling import on_device_of, unwrap
 from workbench.models.probing import eval_mode
-from workbench.option_checks import PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveInt
 from workbench.zoo import ZooModel
 from workbench.zoo.module_of import module_of
 

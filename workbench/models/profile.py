@@ -30,7 +30,7 @@ from workbench.models.checkpoint import open_checkpoint
 from workbench.models.residual_check import require_residuals
 from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
-from workbench.option_checks import NonNegativeInt, PositiveInt
+from workbench.option_kinds import NonNegativeInt, PositiveInt
 from workbench.schema.runs import SPECTRA_COUNTS
 
 if TYPE_CHECKING:

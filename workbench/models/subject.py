@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from workbench.errors import CheckpointError, SnapshotError
-from workbench.option_checks import PositiveInt
+from workbench.option_kinds import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor

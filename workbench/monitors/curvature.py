@@ -14,7 +14,8 @@ from workbench.errors import OptionError
 from workbench.models.calling import config_options, unwrap, visible_attention
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed
-from workbench.option_checks import NonNegativeFloat, PositiveInt, at_least, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeFloat, PositiveInt, at_least
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from workbench.errors import OptionError
-from workbench.option_checks import PositiveFloat
+from workbench.option_kinds import PositiveFloat
 
 #: Condition number above which the Gram matrix has lost too many digits.
 _LARGEST_CONDITION = 1e3

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from workbench.errors import OptionError
 from workbench.monitors.matrices import at_least_float32, widened
-from workbench.option_checks import NonNegativeFloat, at_least, below, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeFloat, at_least, below
 
 #: One tensor, or all tensors of a module.
 Tensors = Tensor | Iterable[Tensor]

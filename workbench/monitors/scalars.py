@@ -12,7 +12,8 @@ from torch import Tensor
 
 from workbench.errors import OptionError
 from workbench.monitors.matrices import widened
-from workbench.option_checks import Measured, PositiveFloat, PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import Measured, PositiveFloat, PositiveInt
 
 
 def log_z(logits: Tensor) -> Tensor:

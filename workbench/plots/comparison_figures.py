@@ -11,7 +11,8 @@ import numpy as np
 
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import three_digits
-from workbench.option_checks import NonNegativeInt, PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeInt, PositiveInt
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import require_choices

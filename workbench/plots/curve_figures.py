@@ -9,7 +9,8 @@ import numpy as np
 
 from workbench.formatting import capitalized
 from workbench.io.run_access import divergence_step, named_runs, spectra_of
-from workbench.option_checks import NonNegativeInt, PositiveInt, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeInt, PositiveInt, one_of
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import given_name, named_spectra, require_choices

@@ -10,7 +10,7 @@ import numpy as np
 from workbench.errors import OptionError
 from workbench.io.run_access import at_step, divergence_step, last_step, named_runs, recorded_steps, spectra_of
 from workbench.koopman.measures import remeasure
-from workbench.option_checks import PositiveInt
+from workbench.option_kinds import PositiveInt
 from workbench.plots import style
 from workbench.plots.complex_plane import PlaneStyle, Scale, plane_panel
 from workbench.plots.figure_files import redrawable

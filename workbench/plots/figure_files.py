@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from workbench.errors import StoreError, require_lab
 from workbench.io.atomic import check_free, replacing
-from workbench.option_checks import PositiveInt
+from workbench.option_kinds import PositiveInt
 from workbench.plots import style
 
 if TYPE_CHECKING:

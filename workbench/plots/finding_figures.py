@@ -9,7 +9,8 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.formatting import NOT_MEASURED, band_in_signs, clipped, percent, short
-from workbench.option_checks import PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveInt
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import columns_of

@@ -9,7 +9,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.formatting import counted
-from workbench.option_checks import NonNegativeInt
+from workbench.option_kinds import NonNegativeInt
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import by_name, require_variables

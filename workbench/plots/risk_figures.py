@@ -10,7 +10,7 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.formatting import counted, percent
-from workbench.option_checks import Fraction, NonNegativeInt, PositiveFloat
+from workbench.option_kinds import Fraction, NonNegativeInt, PositiveFloat
 from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import by_name, columns_of, require_variables

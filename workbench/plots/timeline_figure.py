@@ -13,7 +13,8 @@ import numpy as np
 from workbench.errors import OptionError
 from workbench.formatting import capitalized, clipped, counted, percent_range
 from workbench.io.run_access import named_runs
-from workbench.option_checks import NonNegativeInt, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeInt, one_of
 from workbench.plots import style
 from workbench.plots.curve_figures import Trace, with_unit
 from workbench.plots.figure_files import redrawable

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workbench.option_checks import NonNegativeInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeInt
 
 #: Label that losses ignore, by PyTorch's convention.
 IGNORED = -100

@@ -24,7 +24,8 @@ from workbench.errors import OptionError
 from workbench.formatting import counted, duration, rounded
 from workbench.io.progress import Progress
 from workbench.models.losses import token_loss
-from workbench.option_checks import PositiveFloat, PositiveInt, Remedy, above, at_least, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveFloat, PositiveInt, Remedy, above, at_least, one_of
 from workbench.rates.outcomes import RESOLUTION
 from workbench.rates.rate_search import (
     HIGHEST,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
-from workbench.option_checks import n_dims
+from workbench.option_kinds import n_dims
 from workbench.schema.sweeps import LOSS_WINDOW
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from workbench.errors import OptionError, SchemaError, StoreError
 from workbench.formatting import listed
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
-from workbench.option_checks import NonNegativeInt
+from workbench.option_kinds import NonNegativeInt
 from workbench.risk.features import LIMITS, RATE, as_cases, column, counts_as_diverged, feature_table
 from workbench.risk.scores import resamples
 

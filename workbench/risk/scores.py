@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from workbench.errors import OptionError, SchemaError
-from workbench.option_checks import Level, PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import Level, PositiveInt
 
 if TYPE_CHECKING:
     import xarray as xr

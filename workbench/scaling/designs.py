@@ -19,7 +19,7 @@ from workbench.models.checkpoint import TOKENIZER_KEY, ZOO_KEY
 from workbench.models.model_sizes import model_sizes
 from workbench.models.state_files import read_config
 from workbench.models.subject import Subject
-from workbench.option_checks import PositiveInt
+from workbench.option_kinds import PositiveInt
 from workbench.scaling.design_sources import DesignSource, FunctionSource, ZooSource
 from workbench.scaling.known_designs import KNOWN, known_config
 from workbench.scaling.transformers_source import TransformersSource, cause_of

@@ -33,7 +33,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError, require_listed
-from workbench.option_checks import NonNegativeInt, publish
+from workbench.option_checks import publish
+from workbench.option_kinds import NonNegativeInt
 from workbench.risk.scores import resamples
 
 if TYPE_CHECKING:

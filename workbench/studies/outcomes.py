@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError, require_listed
-from workbench.option_checks import Fraction, Level, NonNegativeInt, checked, publish
+from workbench.option_checks import checked, publish
+from workbench.option_kinds import Fraction, Level, NonNegativeInt
 from workbench.risk.features import column
 from workbench.risk.scores import Auroc, auroc
 

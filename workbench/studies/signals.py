@@ -27,7 +27,8 @@ from workbench.callbacks.alarms.probe_alarms import SIGNALS, Check, ProbeAlarms
 from workbench.callbacks.observation import Observation
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import listed
-from workbench.option_checks import NonNegativeInt, PositiveInt, Range, at_least, checked, one_of, publish
+from workbench.option_checks import checked, publish
+from workbench.option_kinds import NonNegativeInt, PositiveInt, Range, at_least, one_of
 from workbench.schema.runs import MONITORS, PARTS, SPECTRA
 from workbench.studies.comparison import SPECTRAL
 

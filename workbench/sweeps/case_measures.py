@@ -26,7 +26,7 @@ from workbench.models.probing import family_options, undisturbed
 from workbench.models.profile import profile
 from workbench.models.residual_check import require_residuals
 from workbench.models.subject import Subject
-from workbench.option_checks import PositiveInt
+from workbench.option_kinds import PositiveInt
 from workbench.schema.sweeps import MEASURES, SETTINGS, dtype_of
 from workbench.sweeps.run_settings import describe_plan
 from workbench.tasks import as_task

@@ -26,7 +26,8 @@ from workbench.io.provenance import versions
 from workbench.models.calling import call_model
 from workbench.models.losses import token_loss
 from workbench.models.probing import eval_mode
-from workbench.option_checks import PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveInt
 from workbench.schema.sweeps import CURVES, LOSS_WINDOW, MEASURES, OUTCOMES, SETTINGS, SWEEP_VERSION, dtype_of
 from workbench.sweeps.case_measures import measure_row
 from workbench.sweeps.run_settings import RunSettings

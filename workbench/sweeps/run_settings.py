@@ -18,7 +18,8 @@ from torch import nn
 
 from workbench.callbacks.kss import KSS
 from workbench.errors import OptionError, require_known, require_listed
-from workbench.option_checks import NonNegativeInt, PositiveInt, Range, Seed, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeInt, PositiveInt, Range, Seed, one_of
 from workbench.schema.sweeps import SETTINGS, dtype_of
 from workbench.training.training_plan import DEFAULT_RATE, SCHEDULES, TrainingOptions, TrainingPlan, takes_settings
 from workbench.zoo import ArchitectureConfig, build

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import torch
 
 from workbench.errors import OptionError
-from workbench.option_checks import PositiveInt, Seed, at_least, at_most, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveInt, Seed, at_least, at_most
 from workbench.tasks.random_stream import RandomStream
 from workbench.tasks.task import (
     STATES_PER_IMAGE,

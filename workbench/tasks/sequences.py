@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import torch
 
 from workbench.errors import OptionError, WorkbenchError
-from workbench.option_checks import PositiveInt, Seed, at_least, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveInt, Seed, at_least
 from workbench.tasks.task import SequenceTask, Split, batch_generator, mixed_seed, shuffled_rows
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from typing import Annotated, Any, ClassVar, Protocol, TypeAlias, runtime_checka
 import torch
 from torch import Tensor
 
-from workbench.option_checks import NonNegativeInt, PositiveInt, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeInt, PositiveInt, one_of
 
 #: Inputs of a model: a tensor, or a mapping of keyword arguments.
 Inputs: TypeAlias = Tensor | Mapping[str, Tensor]

@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 
 from workbench.errors import WorkbenchError
-from workbench.option_checks import NonNegativeInt, PositiveInt, Seed, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeInt, PositiveInt, Seed
 from workbench.tasks.batch_forms import as_batch, looks_like_batch, stack_rows
 from workbench.tasks.random_stream import RandomStream
 from workbench.tasks.task import STATES_PER_IMAGE, Inputs, Task, mixed_seed

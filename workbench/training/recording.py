@@ -31,7 +31,8 @@ from workbench.io.store import open_run
 from workbench.models.checkpoint import latest_checkpoint, list_checkpoints
 from workbench.models.parametrizations import is_parametrized, plain_copy
 from workbench.models.subject import Subject
-from workbench.option_checks import PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveInt
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -12,16 +12,8 @@ import torch
 from torch import nn
 
 from workbench.errors import OptionError
-from workbench.option_checks import (
-    Bound,
-    Measured,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    checked,
-    one_of,
-    unpacking,
-)
+from workbench.option_checks import checked, unpacking
+from workbench.option_kinds import Bound, Measured, NonNegativeInt, PositiveFloat, PositiveInt, one_of
 from workbench.training.muon import muon_for
 from workbench.zoo.module_of import module_of
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Generic, Literal, Optional, TypedDict, TypeVar, get_args
 
 from workbench.errors import OptionError, require_known, require_listed
-from workbench.option_checks import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Family = Literal["transformer", "moe", "mamba", "kan", "vit"]
 Norm = Literal["pre_ln", "post_ln", "rms_norm", "deep_norm", "deep_norm_post", "sub_ln", "none"]

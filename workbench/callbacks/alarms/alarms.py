@@ -13,7 +13,7 @@ from workbench.callbacks.alarms.probe_alarms import Check, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
 from workbench.callbacks.alarms.watched import FALL, RISE, WATCHED
 from workbench.callbacks.observation import Alarm, Observation
-from workbench.option_checks import NonNegativeInt
+from workbench.option_kinds import NonNegativeInt
 
 #: Updates between two rows; an alarm ends a row immediately.
 _EVERY = 10

@@ -16,7 +16,7 @@ from workbench.errors import OptionError
 from workbench.formatting import percent
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
-from workbench.option_checks import PositiveInt, Remedy, above
+from workbench.option_kinds import PositiveInt, Remedy, above
 
 if TYPE_CHECKING:
     import xarray as xr

@@ -31,7 +31,8 @@ from workbench.callbacks.baselines.penalties import (
 )
 from workbench.errors import require_listed
 from workbench.models.parametrizations import LinearParametrization, SpectralNorm, WeightNorm, plain_copy
-from workbench.option_checks import PositiveFloat, PositiveInt, checked, publish
+from workbench.option_checks import checked, publish
+from workbench.option_kinds import PositiveFloat, PositiveInt
 
 if TYPE_CHECKING:
     from torch import nn

@@ -27,7 +27,8 @@ from torch.nn.utils import parametrize
 
 from workbench.errors import OptionError
 from workbench.models.parametrizations import require_unparametrized, unparametrize
-from workbench.option_checks import NonNegativeFloat, PositiveFloat, PositiveInt, at_least, below, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeFloat, PositiveFloat, PositiveInt, at_least, below, one_of
 from workbench.training.training_plan import DEFAULT_RATE
 from workbench.zoo.decoders import Transformer
 from workbench.zoo.module_of import module_of

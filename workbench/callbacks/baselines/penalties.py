@@ -22,7 +22,8 @@ from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_examples
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import entrances, has_forward, on_device_of, unwrap
-from workbench.option_checks import Fraction, NonNegativeFloat, PositiveInt, check_fields, one_of
+from workbench.option_checks import check_fields
+from workbench.option_kinds import Fraction, NonNegativeFloat, PositiveInt, one_of
 from workbench.training.callback import Callback, TrainingRun
 
 if TYPE_CHECKING:

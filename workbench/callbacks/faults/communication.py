@@ -12,7 +12,7 @@ from torch import Tensor
 from workbench.callbacks.faults.fault import Fault
 from workbench.callbacks.faults.flash_attention_mode import Bits, cut_low_bits
 from workbench.errors import OptionError
-from workbench.option_checks import Fraction, PositiveInt, at_least, one_of
+from workbench.option_kinds import Fraction, PositiveInt, at_least, one_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: Gradients of one rank, one per parameter; None for a parameter without gradient.

@@ -14,7 +14,8 @@ from torch import Tensor
 from workbench.callbacks.observation import Observers
 from workbench.errors import OptionError
 from workbench.models.batches import count_examples, take_examples
-from workbench.option_checks import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, checked, one_of
+from workbench.option_checks import check_fields, checked
+from workbench.option_kinds import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, one_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,7 +18,8 @@ from workbench.callbacks.faults.fault import Fault
 from workbench.errors import OptionError
 from workbench.models.calling import call_model
 from workbench.models.probing import undisturbed, watch
-from workbench.option_checks import at_least, at_most, below, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import at_least, at_most, below, one_of
 
 #: Functions during which torch disables the mode.
 _BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)

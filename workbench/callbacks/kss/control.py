@@ -11,16 +11,8 @@ from workbench.callbacks.kss.penalty import PenaltyShape
 from workbench.callbacks.kss.trust_region import TrustRegion
 from workbench.callbacks.observation import Observers
 from workbench.errors import require_known
-from workbench.option_checks import (
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    Range,
-    at_least,
-    at_most,
-    checked,
-    one_of,
-)
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, at_least, at_most, one_of
 
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
 #: ``"half"``, ``"all"``, or numbers of layers.

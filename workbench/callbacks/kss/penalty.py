@@ -13,7 +13,8 @@ from torch.nn.functional import softplus
 
 from workbench.errors import OptionError
 from workbench.koopman.dmd import DmdOptions, koopman_matrices
-from workbench.option_checks import NonNegativeFloat, PositiveFloat, PositiveInt, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import NonNegativeFloat, PositiveFloat, PositiveInt, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from workbench.option_checks import Fraction, NonNegativeFloat, at_least, checked, one_of
+from workbench.option_checks import checked
+from workbench.option_kinds import Fraction, NonNegativeFloat, at_least, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor

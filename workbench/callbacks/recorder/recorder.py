@@ -37,7 +37,8 @@ from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
 from workbench.models.calling import bare, is_shared, on_device_of
 from workbench.monitors.scalars import SpikeScore
-from workbench.option_checks import PositiveFloat, PositiveInt, checked
+from workbench.option_checks import checked
+from workbench.option_kinds import PositiveFloat, PositiveInt
 from workbench.schema.events import Event
 from workbench.schema.runs import PARTS
 from workbench.training.recording import describe_model, new_run, recorded_configuration, require_same
