@@ -36,7 +36,7 @@ def checkpoints():
         yield pytest.param(one, marks=marks, id=f"{one.group}: {one.name}")
 
 
-@pytest.mark.parametrize("checkpoint", checkpoints())
+@pytest.mark.parametrize("checkpoint", list(checkpoints()))
 @pytest.mark.filterwarnings("ignore")
 def test_checkpoints(checkpoint, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
