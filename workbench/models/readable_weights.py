@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +13,11 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
 from workbench.models.probing import undisturbed
+
+T = TypeVar("T")
+#: A measurement that computes on the device first: it yields small tensors once, receives their values as float64
+#: arrays, and returns its result, computed on the host.
+Measurement = Generator[Sequence[Tensor], list[np.ndarray], T]
 
 #: Number of entries that fit into the cache of a processor, together with a few float64 copies of them.
 _PIECE = 2**17
@@ -57,6 +62,15 @@ def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
         for i, part in zip(here, np.split(message, ends[:-1]), strict=True):
             found[i] = part.reshape(tuple(tensors[i].shape))
     return found
+
+
+def complete(measurement: Measurement[T]) -> T:
+    """Return the result of a measurement at once; the host waits for the device."""
+    try:
+        measurement.send(read_arrays(next(measurement)))
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("A measurement yields its tensors once.")
 
 
 def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
