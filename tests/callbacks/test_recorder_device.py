@@ -13,9 +13,8 @@ pytestmark = pytest.mark.subprocess
 
 #: File that reads the numbers of a part from the device -> number of waits of the host.
 OF_UPDATE = {"callbacks/recorder/options.py": 1}
-#: Singular values of five products are computed on the host, twice; the numbers do not grow with the depth.
 OF_PARTS = {
-    "attention": {"callbacks/recorder/probes.py": 1, "monitors/probe_pass.py": 1, "monitors/matrices.py": 12},
+    "attention": {"callbacks/recorder/collectors.py": 1, "monitors/probe_pass.py": 1},
     "optimizer": {"callbacks/recorder/updates.py": 1},
     "precision": {"probes/precision.py": 1},
     "activations": {},  # read together with attention

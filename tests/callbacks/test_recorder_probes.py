@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ import transformers
 
 import workbench as wb
 from tests.callbacks.test_recorder import adam, dense, gpt2_with_dropout, loss_of, moe, of_part, recorder_with, task  # noqa: F401
+from tests.launches import launched
+from workbench.callbacks.recorder.probes import QueryKeyWindow
 from workbench.io.run_output import RecordingWarning
+from workbench.models.readable_weights import complete
 
 PROBES = {"precision": 2, "reduction": 2, "update": 2}
 
@@ -301,3 +305,39 @@ def test_a_changed_setting_that_is_not_a_fault_requests_no_action(task):  # noqa
     records = list(wb.train(dense(), task, n_steps=20, actions=actions, **options))
     assert len(records) == 20
     assert [alarm.signal for alarm in alarms.raised] == ["weight_decay"]
+
+
+def window_of(model, tokens):
+    return QueryKeyWindow(wb.query_key_weights(model, tokens), SimpleNamespace(as_model=model), 2.0)
+
+
+def test_query_keys_are_measured_layer_by_layer_without_waiting(task):  # noqa: F811
+    model, tokens = dense(), task.batch(0)[0]
+    windows = [window_of(model, tokens) for _ in range(2)]
+    windows[0].begin()
+    windows[1].begin([1])
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=1e-3)
+    (launches, (whole, _)), (fewer, (one, broken)) = (launched(window.measure(2)) for window in windows)
+    assert (launches.waits, broken) == ({}, {})
+    assert fewer.n_operations < launches.n_operations
+    for name, values in one.items():
+        assert np.isnan(values[0]).all()
+        np.testing.assert_allclose(values[1], whole[name][1], rtol=1e-12)
+    assert (whole["effective_rank"] > 1).all()
+    unchanged, _ = complete(windows[0].measure(2))  # the base point has moved
+    assert (unchanged["frobenius_norm"][..., :4] == 0).all()
+    assert np.isnan(unchanged["effective_rank"][..., :4]).all()
+
+
+def test_query_keys_that_are_not_finite_are_named(task):  # noqa: F811
+    model = dense()
+    window = window_of(model, task.batch(0)[0])
+    window.begin()
+    with torch.no_grad():
+        model.blocks[1].attention.query.weight[0, 0] = torch.inf
+    values, broken = complete(window.measure(2))
+    assert broken == {1: "query and key weights"}
+    assert np.isnan(values["frobenius_norm"][1, 0]).all()
+    assert np.isfinite(values["frobenius_norm"][0]).all()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from workbench.errors import OptionError
-from workbench.monitors.matrices import at_least_float32, singular_values, upper_factor, widened, without_rounding
+from workbench.models.readable_weights import read_arrays
+from workbench.monitors.matrices import at_least_float32, widened, without_rounding
 
 #: Number of scores to hold at a time: on the host as many as fit its caches, elsewhere enough to occupy the device.
 _SCORES_ON_HOST, _SCORES_ON_DEVICE = 2**17, 2**23
@@ -21,9 +22,15 @@ def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> di
     """Return the singular values of the change of the query-key products between two states of the weights.
 
     With dWq = wq1 - wq0 and dWk = wk1 - wk0 the product changes by D2 + D3 (Huang et al. 2026, arXiv:2606.28116). No
-    matrix of feature x feature is formed: with R_q and R_k the triangular factors of [dWq, wq0] and [dWk, wk0],
-    each product is a small matrix between orthonormal columns. Since only products are compared, D2, D3 and W are
-    invariant under a change of basis within a head (wq R, wk R^-T at both states).
+    matrix of feature x feature is formed: with factors LL' of the Gram matrices of [dWq, wq0] and [dWk, wk0], D2, D3
+    and W have the singular values of products of parts of them. Since only products are compared, they are invariant
+    under a change of basis within a head (wq R, wk R^-T at both states).
+
+    Squares of singular values are accurate to about 1e-15 of the largest. Norms, the stable rank, and effective rank
+    and entropy with alpha = 2 therefore have relative errors below 1e-8. Values below about 1e-7 of the largest have no
+    digits and become 0, which may change an effective rank with alpha = 1 by 1e-5, and with alpha = 1/2 by 1 %. If the
+    two terms of D2 nearly cancel because the change is one of basis, its relative error may reach 1e-15 times the
+    squared ratio of their size to that of D2.
 
     Args:
         wq0: Query weights at the base point, shape (..., query head, feature, head_dim); layers of equal shape can be
@@ -40,8 +47,8 @@ def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> di
         - ``D2``: of dWq wk0' + wq0 dWk', n = min(2 head_dim, feature);
         - ``D3``: of dWq dWk'; ``dWq``; ``dWk``; ``W``: of wq1 wk1'; each n = min(head_dim, feature).
 
-        Values that are zero within rounding are 0, as in `singular_values`: a head that did not change has norm 0 and
-        effective rank NaN. NaN for a head with a query or key weight that is not finite.
+        float64 on the host. Values that are zero within rounding are 0: a head that did not change has norm 0 and
+        effective rank NaN. NaN for a head with a query or key weight that is not finite, or whose square is not.
 
     Raises:
         OptionError: If the shapes do not match, or if the number of query heads is not a multiple of that of key heads.
@@ -60,31 +67,80 @@ def qk_update_spectrum(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> di
         `workbench.monitors.effective_rank`: Effective rank of the singular values.
         `workbench.Recorder`: Records these spectra for every head.
     """
+    grams = update_grams(wq0, wk0, wq1, wk1)
+    gram_q, gram_k = (torch.from_numpy(gram) for gram in read_arrays(grams))
+    return spectrum_of_grams(gram_q, gram_k, wq0.shape[-2], torch.finfo(grams[0].dtype).eps)
+
+
+def update_grams(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the Gram matrices of [dWq, wq0] and [dWk, wk0], shape (..., head, 2 head_dim, 2 head_dim), on the device.
+
+    They are all that `spectrum_of_grams` needs from there. Arguments are those of `qk_update_spectrum`.
+    """
     _check_heads(wq0, wk0, wq1, wk1)
-    n_per_key = wq0.shape[-3] // wk0.shape[-3]
-    n_features, head_dim = wq0.shape[-2:]
-    r_q, r_k = upper_factor(_change_and_base(wq0, wq1)), upper_factor(_change_and_base(wk0, wk1))
-    n = min(n_features, head_dim)
-    of_dwk = singular_values(r_k[..., :n, :head_dim])
-    # All values of a head are NaN if a query or key weight is not finite, including dWk, which needs only the keys.
-    unknown = ~torch.isfinite(r_q).flatten(-2).all(-1) | ~torch.isfinite(_spread(r_k, n_per_key)).flatten(-2).all(-1)
-    # The changes come first in both matrices, so that the first rows of R are the factor of the change alone.
-    (dq, q0), (dk, k0) = r_q.split(head_dim, -1), r_k.split(head_dim, -1)
-    q1, k1 = upper_factor(dq + q0), upper_factor(dk + k0)
-    dk, k0, k1 = (_spread(part, n_per_key) for part in (dk, k0, k1))
-    parts = dq @ k0.mT, q0 @ dk.mT
-    size = sum(torch.linalg.matrix_norm(part) for part in parts)  # much larger than D2 if the two parts cancel
+    both = (_change_and_base(wq0, wq1), _change_and_base(wk0, wk1))
+    return both[0].mT @ both[0], both[1].mT @ both[1]
+
+
+def spectrum_of_grams(gram_q: Tensor, gram_k: Tensor, n_features: int, eps: float) -> dict[str, Tensor]:
+    """Return the result of `qk_update_spectrum` from the result of `update_grams` on the host.
+
+    ``eps`` is the rounding unit of the number format of the device's products.
+    """
+    (n_query, n_key), head_dim = (gram_q.shape[-3], gram_k.shape[-3]), gram_q.shape[-1] // 2
+    n_per_key, change, base = n_query // n_key, slice(head_dim), slice(head_dim, None)
+    is_known = [gram.diagonal(dim1=-2, dim2=-1).isfinite().all(-1) for gram in (gram_q, gram_k)]
+    is_known[0] &= is_known[1].repeat_interleave(n_per_key, -1)
+    gram_q, gram_k = (
+        gram if known.all() else gram.masked_fill(~known[..., None, None], 0)
+        for gram, known in zip((gram_q, gram_k), is_known, strict=True)
+    )
+    l_q, l_k = _lower_factor(gram_q, eps), _spread(_lower_factor(gram_k, eps), n_per_key)
+    # The product AB' has the singular values of L_A'L_B.
+    d2 = (l_q[..., change, :].mT @ l_k[..., base, :]).add_(l_q[..., base, :].mT @ l_k[..., change, :])
+    spread = _spread(gram_k, n_per_key)
+    pairs = (
+        (gram_q[..., change, change], spread[..., base, base]),
+        (gram_q[..., base, base], spread[..., change, change]),
+    )
+    norms = [(of_q * of_k).sum((-2, -1)).clamp_min(0).sqrt() for of_q, of_k in pairs]
+    of_sums = [
+        half[..., change] + half[..., base] for g in (gram_q, spread) for half in [g[..., change, :] + g[..., base, :]]
+    ]
+    queries = torch.stack([gram_q[..., change, change], of_sums[0]])
+    l_products = _lower_factor(queries, eps)
+    of_products = l_products.mT @ torch.stack([spread[..., change, change], of_sums[1]]) @ l_products
+    squares = torch.linalg.eigvalsh(torch.cat([*of_products, queries[0], gram_k[..., change, change]], -3)).flip(-1)
+    d3, w, dwq, dwk = squares[..., : min(n_features, head_dim)].split([n_query] * 3 + [n_key], -2)
     spectra = {
-        "D2": without_rounding(singular_values(parts[0] + parts[1]), n_features, largest=size),
-        "D3": singular_values(dq[..., :n, :] @ dk[..., :n, :].mT),
-        "dWq": singular_values(dq[..., :n, :]),
-        "dWk": of_dwk.repeat_interleave(n_per_key, -2),
-        "W": singular_values(q1 @ k1.mT),
+        "D2": torch.linalg.eigvalsh(d2 @ d2.mT).flip(-1)[..., : min(n_features, 2 * head_dim)],
+        "D3": d3,
+        "dWq": dwq,
+        "dWk": dwk.repeat_interleave(n_per_key, -2),
+        "W": w,
     }
-    return {
-        term: without_rounding(s, n_features).masked_fill(unknown[..., None], float("nan"))
-        for term, s in spectra.items()
-    }
+    values = {name: without_rounding(of_term, n_features, eps).sqrt() for name, of_term in spectra.items()}
+    # The two terms of D2 are much larger than itself if they cancel.
+    values["D2"] = without_rounding(values["D2"], n_features, eps, largest=norms[0] + norms[1])
+    return {name: s.masked_fill(~is_known[0][..., None], torch.nan) for name, s in values.items()}
+
+
+def _lower_factor(gram: Tensor, eps: float) -> Tensor:
+    """Return a matrix L with LL' = ``gram``: the Cholesky factor, or where that has no digits, one from eigenvectors.
+
+    Columns are first scaled to length 1; those of zeros stay zero.
+    """
+    length = gram.diagonal(dim1=-2, dim2=-1).sqrt()
+    divisor = length.masked_fill(length == 0, 1)
+    scaled = (gram / divisor[..., None]).div_(divisor[..., None, :])
+    scaled.diagonal(dim1=-2, dim2=-1).add_(length == 0)
+    factor, failed = torch.linalg.cholesky_ex(scaled)
+    pivots = factor.diagonal(dim1=-2, dim2=-1).square().amin(-1)
+    is_lost = (failed > 0) | ~(pivots > 100 * gram.shape[-1] * eps)
+    if is_lost.any():
+        squares, vectors = torch.linalg.eigh(scaled[is_lost])
+        factor[is_lost] = vectors * without_rounding(squares, gram.shape[-1], eps).sqrt()[..., None, :]
+    return factor.mul_(length[..., None])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measures of a matrix from its singular values, and singular values of products that are never formed."""
+"""Measures of a matrix from its singular values."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from torch import Tensor
 
 from workbench.errors import OptionError
 from workbench.option_kinds import PositiveFloat
-
-#: Condition number above which the Gram matrix has lost too many digits.
-_LARGEST_CONDITION = 1e3
 
 
 def frobenius_norm(s: Tensor) -> Tensor:
@@ -142,42 +139,15 @@ def singular_values(matrix: Tensor) -> Tensor:
     return s.masked_fill(~is_finite[..., None], float("nan"))
 
 
-def upper_factor(matrix: Tensor) -> Tensor:
-    """Return an upper triangular R with R'R = M'M, that of the thin QR factorization up to the signs of its rows.
+def without_rounding(s: Tensor, size: int, eps: float | None = None, *, largest: Tensor | None = None) -> Tensor:
+    """Set singular values, or squares of them, within rounding to 0; values below 0 too.
 
-    If M, (..., row, column), has more rows than columns, R is the Cholesky factor of the Gram matrix of the columns,
-    each first scaled to length 1. This is several times faster than Householder QR, with a relative error of about
-    1e-16 times the square of the condition number. QR is used if the condition number may exceed 1,000. NaN for a
-    matrix with entries that are not finite, or whose squares are not.
-    """
-    matrix = widened(matrix)
-    if matrix.shape[-2] <= matrix.shape[-1]:
-        is_finite = torch.isfinite(matrix).flatten(-2).all(-1)[..., None, None]
-        r = torch.linalg.qr(matrix.masked_fill(~is_finite, 0), mode="r").R
-        return r.masked_fill(~is_finite, float("nan"))
-    gram = matrix.mT @ matrix
-    length = gram.diagonal(dim1=-2, dim2=-1).sqrt()
-    is_finite = torch.isfinite(length).all(-1)
-    divisor = length.masked_fill(~is_finite[..., None] | (length == 0), 1)
-    gram = gram.masked_fill(~is_finite[..., None, None], 0) / divisor[..., None] / divisor[..., None, :]
-    r, _ = torch.linalg.cholesky_ex(gram, upper=True)
-    eye = torch.eye(r.shape[-1], dtype=r.dtype, device=r.device)
-    inverse_norm = torch.linalg.matrix_norm(torch.linalg.solve_triangular(r, eye, upper=True))
-    is_unsafe = is_finite & ~(inverse_norm * r.shape[-1] ** 0.5 <= _LARGEST_CONDITION)  # true for NaN from Cholesky
-    r = r * length[..., None, :]
-    if bool(is_unsafe.any()):
-        r[is_unsafe] = torch.linalg.qr(matrix[is_unsafe], mode="r").R
-    return r.masked_fill(~is_finite[..., None, None], float("nan"))
-
-
-def without_rounding(s: Tensor, size: int, *, largest: Tensor | None = None) -> Tensor:
-    """Set singular values within rounding to 0.
-
-    ``size`` is the longer side of the matrix, ``largest`` the size of the terms whose sum the matrix is.
+    ``size`` is the longer side of the matrix, ``eps`` the rounding unit (None for that of the values), and ``largest``
+    the size of the terms whose sum the matrix is.
     """
     largest = s.amax(-1) if largest is None else largest
-    floor = size * torch.finfo(s.dtype).eps * largest
-    return s.masked_fill(s <= floor[..., None], 0)
+    floor = size * (torch.finfo(s.dtype).eps if eps is None else eps) * largest
+    return s.masked_fill(s <= floor.clamp_min(0)[..., None], 0)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -31,7 +31,15 @@ from workbench.models.attention_weights import QueryKey, Unreadable, query_key_w
 from workbench.models.batches import take_examples
 from workbench.models.calling import as_written, on_device_of
 from workbench.models.probing import without_own_hooks
-from workbench.models.readable_weights import gathered, local_part, read_arrays, readable, reshard, shards_in
+from workbench.models.readable_weights import (
+    complete,
+    gathered,
+    local_part,
+    read_arrays,
+    readable,
+    reshard,
+    shards_in,
+)
 from workbench.models.router_weights import Router, router_weights
 from workbench.monitors.curvature import preconditioned_sharpness, sharpness
 from workbench.monitors.probe_pass import PARTS as PROBED
@@ -272,7 +280,7 @@ class Collectors:
 
     def attention(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the spectra of query-key updates, and attention on the probe."""
-        values, broken = self.query_keys.measure(self.n_heads)
+        values, broken = complete(self.query_keys.measure(self.n_heads))
         for name in ("attention_logit_max", "attention_entropy", "attention_entropy_share"):
             values[name] = np.full((len(self.names), self.n_heads), np.nan)
             if name in probed:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,9 @@ from workbench.models.attention_weights import QueryKey, Unreadable
 from workbench.models.calling import call_model, is_shared
 from workbench.models.losses import loss_in, prediction_of, tensors_in, token_loss
 from workbench.models.probing import undisturbed
-from workbench.models.readable_weights import read_arrays
-from workbench.monitors.attention_health import qk_update_spectrum
-from workbench.monitors.matrices import effective_rank, frobenius_norm, spectral_entropy, stable_rank
+from workbench.models.readable_weights import Measurement
+from workbench.monitors.attention_health import spectrum_of_grams, update_grams
+from workbench.monitors.matrices import at_least_float32, frobenius_norm, spectral_entropy, stable_rank, widened
 from workbench.probes.gradient_agreement import GradientVerdict
 from workbench.probes.gradient_comparison import compare_gradients
 from workbench.probes.gradient_projections import GradientProjections
@@ -116,7 +117,7 @@ class ProbeCollector:
 TERMS = ("D2", "D3", "dWq", "dWk", "W")
 #: Variables computed for each of them.
 SPECTRA_OF_HEADS = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy")
-#: Query weight entries that are compared in one call; float64 copies and factors have about ten times as many.
+#: Query weight entries that are compared in one call; float64 copies have about four times as many.
 _ENTRIES_AT_A_TIME = 1 << 23
 
 
@@ -132,61 +133,77 @@ class QueryKeyWindow:
     ) -> None:
         self.n_layers = len(readings)
         self.parameters, self.alpha = parameters, alpha
+        self._readings = [reading for reading in readings if isinstance(reading, QueryKey)]
+        self.n_heads = max((reading.query.shape[0] for reading in self._readings), default=0)
+        self._base: list[_Weights] = []
+
+    @property
+    def layers(self) -> list[int]:
+        """Layers whose weights can be read."""
+        return [reading.layer for reading in self._readings]
+
+    def begin(self, layers: Collection[int] | None = None) -> None:
+        """Take the current weights of some layers as the base point (None for all); only these are measured."""
         groups: dict[tuple, list[QueryKey]] = {}
-        for reading in readings:
-            if isinstance(reading, QueryKey):
+        for reading in self._readings:
+            if layers is None or reading.layer in layers:
                 groups.setdefault((reading.query.shape, reading.key.shape), []).append(reading)
-        self._groups = list(groups.values())
-        self.n_heads = max((group[0].query.shape[0] for group in self._groups), default=0)
-        self._base: list[tuple[Tensor, Tensor]] = []
+        self._base = [
+            self._read(group[start : start + n])
+            for group in groups.values()
+            for n in [max(1, _ENTRIES_AT_A_TIME // max(1, group[0].query.numel()))]  # layers that are computed together
+            for start in range(0, len(group), n)
+        ]
 
-    def begin(self) -> None:
-        """Take the current weights as the base point."""
-        self._base = [self._read(group) for group in self._groups]
-
-    def measure(self, n_heads: int) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    def measure(self, n_heads: int) -> Measurement[tuple[dict[str, np.ndarray], dict[int, str]]]:
         """Measure the changes since the base point; the current weights become the next base point.
 
         Returns:
             For each variable an array (layer, head, term), and a description of layers with values that are not finite.
         """
+        parts = [
+            ([reading.layer for reading in base.group], base.query.shape[-2], widened(base.query[:0]).dtype)
+            for base in self._base
+        ]
+        found = iter((yield self._changes()))
         shape = (self.n_layers, n_heads, len(TERMS))
-        measures = {
-            "frobenius_norm": frobenius_norm,
-            "stable_rank": stable_rank,
-            "effective_rank": lambda s: effective_rank(s, alpha=self.alpha),
-            "spectral_entropy": lambda s: spectral_entropy(s, alpha=self.alpha),
-        }
-        values = {name: np.full(shape, np.nan) for name in measures}
+        values = {name: np.full(shape, np.nan) for name in SPECTRA_OF_HEADS}
         broken: dict[int, str] = {}
-        # All are read first: shards are gathered from all ranks, which would wait if a computation failed on one.
-        bases, self._base = self._base, [self._read(group) for group in self._groups]
-        for group, before, now in zip(self._groups, bases, self._base, strict=True):
-            n_layers = max(1, _ENTRIES_AT_A_TIME // max(1, now[0][0].numel()))  # that are computed together
-            for start in range(0, len(now[0]), n_layers):
-                part = slice(start, start + n_layers)
-                layers = [reading.layer for reading in group[part]]
-                spectra = qk_update_spectrum(*(w[part] for w in (*before, *now)))
-                good = [torch.isfinite(w[part]).flatten(1).all(1) for w in now]
-                places = [(name, i) for i in range(len(TERMS)) for name in measures]
-                measured = [measures[name](spectra[TERMS[i]]) for name, i in places]
-                *found, of_queries, of_keys = read_arrays([*measured, *good])  # one transfer for all
-                is_finite = np.logical_and(of_queries, of_keys)
-                broken |= {layers[i]: "query and key weights" for i in np.flatnonzero(~is_finite)}
-                n_own = now[0].shape[1]
-                for (name, i), value in zip(places, found, strict=True):
-                    values[name][layers, :n_own, i] = value
+        for layers, n_features, dtype in parts:
+            gram_q, gram_k = torch.from_numpy(next(found)), torch.from_numpy(next(found))
+            is_finite = np.isfinite(next(found)) & np.isfinite(next(found))
+            broken |= {layers[i]: "query and key weights" for i in np.flatnonzero(~is_finite)}
+            for term, s in enumerate(spectrum_of_grams(gram_q, gram_k, n_features, torch.finfo(dtype).eps).values()):
+                entropy = spectral_entropy(s, alpha=self.alpha)
+                for name, value in zip(
+                    SPECTRA_OF_HEADS, (frobenius_norm(s), stable_rank(s), entropy.exp(), entropy), strict=True
+                ):
+                    values[name][layers, : gram_q.shape[1], term] = value
         return values, broken
 
-    def _read(self, group: Sequence[QueryKey]) -> tuple[Tensor, Tensor]:
-        """Return query and key weights, shape (layer, head, feature, head_dim), in at least float32."""
+    def _changes(self) -> list[Tensor]:
+        """Return Gram matrices and largest weights of each part; apart from them, no copy is kept on the device."""
+        # All are read first: shards are gathered from all ranks, which would wait if a computation failed on one.
+        before, self._base = self._base, [self._read(base.group) for base in self._base]
+        found: list[Tensor] = []
+        for old, new in zip(before, self._base, strict=True):
+            found += update_grams(old.query, old.key, new.query, new.key)
+            found += [torch.linalg.vector_norm(w.flatten(1), torch.inf, 1) for w in (new.query, new.key)]
+        return found
+
+    def _read(self, group: Sequence[QueryKey]) -> _Weights:
         queries = [reading.query_recipe.read(self.parameters.as_model)[0] for reading in group]
         keys = [reading.key_recipe.read(self.parameters.as_model)[0] for reading in group]
-        return torch.stack([_wide(q) for q in queries]), torch.stack([_wide(k) for k in keys])
+        return _Weights(group, *(torch.stack([at_least_float32(w) for w in of]) for of in (queries, keys)))
 
 
-def _wide(weight: Tensor) -> Tensor:
-    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+@dataclass(frozen=True)
+class _Weights:
+    """Query and key weights of some layers, shape (layer, head, feature, head_dim), in at least float32."""
+
+    group: Sequence[QueryKey]
+    query: Tensor
+    key: Tensor
 
 
 #: Values of a step that was not measured.
