@@ -12,7 +12,7 @@ WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations by name within the context; those on views and on the host's index tensors count too."""
+    """Counts operations by name within the context; views and allocations do not count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,8 +21,8 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            name = func.overloadpacket.__name__
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(("empty", "new_empty")):
             self.operations[name] += 1
             is_by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
             self.operations["index by mask"] += is_by_mask

@@ -130,13 +130,16 @@ def test_a_model_beyond_the_limit_from_the_first_measurement_on_raises_no_alarm(
     assert all(limit.update(measured(0, 20_000.0).values, COORDS) is None for _ in range(5))
 
 
-def precision(step, *, excess=1.0):
-    """Return a measurement of two blocks of two heads, the second of which has an excess of error."""
+def precision(step, *, excess=1.0, first=1.0, layers=(0, 1)):
+    """Return a measurement of some of two blocks of two heads, the second of which has an excess of error."""
+    is_measured = np.isin([0, 1], layers)
+    block, heads = np.array([first, excess]), np.array([[1.0, 1.0], [1.0, excess]])
+    block, heads = np.where(is_measured, block, np.nan), np.where(is_measured[:, None], heads, np.nan)
     values = {
-        "error_excess": np.array([1.0, excess]),
-        "gradient_error": np.array([1e-7, 1e-7 * excess]),
-        "query_error_excess": np.array([[1.0, 1.0], [1.0, excess]]),
-        "query_gradient_error": np.array([[1e-7, 1e-7], [1e-7, 1e-7 * excess]]),
+        "error_excess": block,
+        "gradient_error": 1e-7 * block,
+        "query_error_excess": heads,
+        "query_gradient_error": 1e-7 * heads,
         "excess_limit": 25.0,
     }
     return Observation(step, "precision", values)
@@ -179,6 +182,33 @@ def test_with_routers_broken_arithmetic_must_be_found_twice():
     assert alarm.step == 60
     assert alarms.observe(precision(79, excess=1e4)) == []  # the alarm still stands
     assert not alarms.is_in_doubt
+
+
+def test_blocks_measured_in_turn_are_judged_together():
+    """Errors of 30 times the limit's unit in one block may be chance, but not in both."""
+    alarms = ProbeAlarms()
+    assert alarms.observe(precision(9, first=30.0, layers=[0])) == []
+    assert alarms.observe(precision(19, layers=[1])) == []
+    assert (alarms.checks["arithmetic"].step, alarms.checks["arithmetic"].is_sound) == (9, True)
+    [alarm] = alarms.observe(precision(29, excess=31.0, layers=[1]))
+    assert (alarm.step, alarm.layer) == (29, 1)
+    assert alarms.observe(precision(39, first=30.0, layers=[0])) == []  # it stands
+    for step in (49, 59, 69, 79):
+        assert alarms.observe(precision(step, layers=[step // 10 % 2])) == []
+    assert alarms.standing == {}
+    [alarm] = alarms.observe(precision(89, excess=1e4, layers=[1]))  # one block alone, far above
+    assert (alarm.step, alarm.layer, alarm.head) == (89, 1, 1)
+
+
+def test_with_routers_another_block_confirms_no_finding():
+    alarms = ProbeAlarms()
+    alarms.observe(Observation(9, "router", {"router_similarity": np.zeros(2)}))
+    assert alarms.observe(precision(19, excess=1e4, layers=[1])) == []
+    assert alarms.is_in_doubt
+    assert alarms.observe(precision(29, layers=[0])) == []
+    assert not alarms.is_in_doubt  # it asks once for a measurement of all blocks
+    [alarm] = alarms.observe(precision(39, excess=1e4, layers=[1]))
+    assert (alarm.step, alarm.layer) == (39, 1)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ from torch.nn import functional
 
 import workbench as wb
 from tests.about import about, says
+from tests.launches import launched
 from workbench.errors import OptionError
 from workbench.models.losses import prediction_of, token_loss
-from workbench.probes.precision import _multiplies_by_tf32
+from workbench.models.readable_weights import complete
+from workbench.probes.precision import _gradients, _multiplies_by_tf32, precision_reading
 
 TOKENS = torch.randint(16, (4, 9), generator=torch.Generator().manual_seed(0))
 
@@ -79,6 +81,47 @@ def test_frozen_queries_have_no_errors_and_the_rest_of_the_block_has():
     is_known = np.isfinite(errors["query_gradient_error"].values)
     assert is_known.tolist() == [[False] * 4, [False] * 4, [True] * 4]
     assert np.isfinite(errors["gradient_error"]).all()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_can_be_measured_one_at_a_time_without_waiting(name):
+    model = MODELS[name]()
+    anatomy = wb.read_anatomy(model, TOKENS[:, :-1])
+    options = {"anatomy": anatomy, "query_keys": wb.query_key_weights(model, TOKENS[:, :-1], anatomy=anatomy)}
+    whole = wb.probes.precision_errors(model, loss_of, **options)
+    launches, (one, failed) = launched(precision_reading(model, loss_of, **options, layers=[1]))
+    assert failed == {}
+    # Waits of the models' own code: experts choose tokens by index, and transformers looks for packed sequences.
+    assert launches.waits.keys() <= {"moe": {"nonzero"}, "llama": {"_local_scalar_dense"}}.get(name, set())
+    for variable, values in one.items():
+        if values.ndim:
+            assert np.isnan(values[0]).all()
+            np.testing.assert_array_equal(values[1], whole[variable].values[1])
+    assert wb.probes.broken_arithmetic(one) is None
+
+
+def test_a_block_that_cannot_run_in_float64_does_not_stop_the_others():
+    model = zoo()
+    anatomy = wb.read_anatomy(model, TOKENS[:, :-1])
+
+    def refuse(module, args):
+        if args[0].dtype == torch.float64:
+            raise NotImplementedError("There is no kernel for float64.")
+
+    model.blocks[1].register_forward_pre_hook(refuse)
+    values, failed = complete(precision_reading(model, loss_of, anatomy=anatomy, query_keys=()))
+    assert [*failed] == [1]
+    assert np.isfinite(values["error_excess"]).tolist() == [True, False, True]
+    with pytest.raises(NotImplementedError):
+        wb.probes.precision_errors(model, loss_of, anatomy=anatomy, query_keys=())
+
+
+@pytest.mark.parametrize("factor", [1e-9, 1.0, 1e3, 1e6])
+def test_gradients_in_float16_have_the_largest_scale_without_overflow(factor):
+    state = torch.ones(3, dtype=torch.float16, requires_grad=True)
+    loss = (state.float() * factor).sum()
+    expected = next(s for s in (2.0**16, 2.0**8, 1.0) if s == 1 or factor * s < 65504) * factor
+    torch.testing.assert_close(_gradients(loss, [state])[0], torch.full((3,), expected).half())
 
 
 def test_errors_are_those_against_the_model_in_float64():

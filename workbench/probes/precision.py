@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
@@ -25,7 +25,7 @@ from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import config_options, known_options, named_arguments, unwrap, visible_attention
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed, watch
-from workbench.models.readable_weights import on_device, read_arrays
+from workbench.models.readable_weights import Measurement, complete, on_device
 from workbench.schema.runs import PRECISION
 
 if TYPE_CHECKING:
@@ -51,8 +51,10 @@ _MOST_EPS = 100
 _TF32_EPS = 2.0**-10
 #: Smallest divisor, so that gradients that are exactly 0 have no excess.
 _TINY = 1e-300
-#: Factors of a loss in low precision, tried in this order until gradients are finite.
-_SCALES = (2.0**16, 2.0**8, 1.0)
+#: Name of a block's output among its gradients.
+_OUTPUT = ""
+#: Factors of a loss in float16.
+_SCALES = (1.0, 2.0**8, 2.0**16)
 #: The original kernel of torch, even if its public name has been replaced.
 _TORCH_ATTENTION = torch._C._nn.scaled_dot_product_attention
 
@@ -64,6 +66,7 @@ def precision_errors(
     anatomy: Anatomy | None = None,
     query_keys: Sequence[QueryKey | Unreadable] | None = None,
     around: Around = nullcontext,
+    layers: Collection[int] | None = None,
 ) -> xr.Dataset:
     """Compare each block's output and gradients, computed with the run's own kernels, with the same in float64.
 
@@ -88,11 +91,12 @@ def precision_errors(
         query_keys: Result of `workbench.query_key_weights`, for values by head; None to compute it.
         around: Function that returns the context in which the run computes its passes, such as ``lambda:
             torch.autocast("cuda", torch.bfloat16)``.
+        layers: Indices of the blocks to measure; None for all.
 
     Returns:
-        Variables of ``schema.PRECISION``, by ``layer`` and ``head``. NaN if a block's input is not finite, if its
-        residual is added outside of modules, if the query weights of a layer cannot be read, or if a head does not
-        exist.
+        Variables of ``schema.PRECISION``, by ``layer`` and ``head``. NaN if a block is not measured, if its input is
+        not finite, if its residual is added outside of modules, if it is not trained, if the query weights of a layer
+        cannot be read, or if a head does not exist.
 
     Raises:
         OptionError: If the loss is not a 0-dim tensor with a graph, or the device has no float64.
@@ -126,12 +130,60 @@ def precision_errors(
         inputs = _inputs_of(model, loss_of)
         anatomy = read_anatomy(subject, inputs) if anatomy is None else anatomy
         query_keys = query_key_weights(subject, inputs, anatomy=anatomy) if query_keys is None else query_keys
+    values, failed = complete(
+        precision_reading(model, loss_of, anatomy=anatomy, query_keys=query_keys, around=around, layers=layers)
+    )
+    for error in failed.values():
+        raise error
+    import xarray as xr
+
+    names = [site.name for site in anatomy.sites]
+    return xr.Dataset(
+        {name: (PRECISION[name].dims[1:], value, PRECISION[name].attrs) for name, value in values.items()},
+        {
+            "layer": np.arange(len(names)),
+            "head": np.arange(values[_BY_LAYER[-1]].shape[1]),
+            "layer_name": ("layer", names),
+        },
+    )
+
+
+def precision_reading(
+    model: nn.Module,
+    loss_of: LossOf,
+    *,
+    anatomy: Anatomy,
+    query_keys: Sequence[QueryKey | Unreadable],
+    around: Around = nullcontext,
+    layers: Collection[int] | None = None,
+) -> Measurement[tuple[dict[str, np.ndarray], dict[int, Exception]]]:
+    """Measure the variables of `precision_errors`, whose arguments these are.
+
+    Returns:
+        The variables, and the exceptions of the blocks that cannot be run separately, whose values are NaN.
+    """
     known = {each.layer: each for each in query_keys if isinstance(each, QueryKey)}
-    with undisturbed(model), torch.enable_grad(), config_options(known_options(model, {"use_cache": False})):
-        calls = _own_pass(model, loss_of, anatomy, around)
-        with _disable_current_modes():  # blocks run on copies, which the modes that guard the model need not protect
-            rows = [_compared(model, call, known.get(call.layer), around) for call in calls]
-    return _assemble(anatomy, calls, rows, _limit_of(model, calls))
+    due = [layer for layer in trained_blocks(anatomy) if layers is None or layer in layers]
+    measured, failed, limit = _measured(model, loss_of, anatomy, known, around, due)
+    found = iter((yield [each for block in measured for each in block.norms]))
+    n_heads = max((len(each.query) for each in known.values()), default=0)
+    shapes = {"layer": (len(anatomy.sites),), "head": (len(anatomy.sites), n_heads), "step": ()}
+    table = {name: np.full(shapes[variable.dims[-1]], np.nan) for name, variable in PRECISION.items()}
+    table["excess_limit"][...] = limit
+    for block in measured:
+        row = _errors([next(found) for _ in block.norms], block.eps)
+        for name, value in zip(_BY_LAYER, row, strict=False):
+            table[name][(block.layer, slice(len(value))) if value.ndim else block.layer] = value
+    return table, failed
+
+
+def trained_blocks(anatomy: Anatomy) -> list[int]:
+    """Return the layers whose arithmetic can be measured: modules with parameters that are trained."""
+    return [
+        layer
+        for layer, site in enumerate(anatomy.sites)
+        if site.exit is None and any(weight.requires_grad for weight in site.module.parameters())
+    ]
 
 
 @dataclass(frozen=True)
@@ -158,7 +210,7 @@ def broken_arithmetic(errors: Mapping[str, Any]) -> BrokenArithmetic | None:
     """Find the block or head with the largest excess of error above the limit.
 
     Args:
-        errors: Result of `precision_errors`, or the same variables of one step of a run.
+        errors: Result of `precision_errors`, or the same variables of one step of a run; blocks with NaN do not count.
 
     Returns:
         The block, or the head if the error of its attention exceeds the limit; None if rounding explains all errors.
@@ -180,7 +232,8 @@ def broken_arithmetic(errors: Mapping[str, Any]) -> BrokenArithmetic | None:
     block, block_error, heads, head_errors = (np.asarray(errors[name], dtype=np.float64) for name in names)
     most = np.nan_to_num(heads).max(axis=1, initial=0.0)
     known = block[np.isfinite(block)]
-    is_pooled = known.size > 0 and np.log(known.clip(1e-9)).mean() > np.log(limit)
+    # One of several blocks alone is judged by its own limit.
+    is_pooled = known.size >= min(2, max(1, block.size)) and np.log(known.clip(1e-9)).mean() > np.log(limit)
     is_single = (block > _ONE_BLOCK * limit) | (most > _ONE_HEAD * limit)
     if not (is_pooled or is_single.any()):
         return None
@@ -218,7 +271,30 @@ def _inputs_of(model: nn.Module, loss_of: LossOf) -> Any:
     return seen[0]
 
 
-def _own_pass(model: nn.Module, loss_of: LossOf, anatomy: Anatomy, around: Around) -> list[_Call]:
+def _measured(
+    model: nn.Module,
+    loss_of: LossOf,
+    anatomy: Anatomy,
+    query_keys: Mapping[int, QueryKey],
+    around: Around,
+    layers: Sequence[int],
+) -> tuple[list[_Block], dict[int, Exception], float]:
+    """Return the norms of the given blocks on the device, the exceptions of others, and the limit of the excess."""
+    measured, failed = [], dict[int, Exception]()
+    with undisturbed(model), torch.enable_grad(), config_options(known_options(model, {"use_cache": False})):
+        calls = _own_pass(model, loss_of, anatomy, around, layers)
+        with _disable_current_modes():  # blocks run on copies, which the modes that guard the model need not protect
+            for call in calls:
+                try:
+                    measured.append(_compared(model, call, query_keys.get(call.layer), around))
+                except Exception as error:  # noqa: BLE001  (the others can be measured; the caller is told)
+                    failed[call.layer] = error
+    return measured, failed, _limit_of(model, calls)
+
+
+def _own_pass(
+    model: nn.Module, loss_of: LossOf, anatomy: Anatomy, around: Around, layers: Sequence[int]
+) -> list[_Call]:
     calls: dict[int, _Call] = {}
 
     def enter(call: BlockCall) -> None:
@@ -229,12 +305,7 @@ def _own_pass(model: nn.Module, loss_of: LossOf, anatomy: Anatomy, around: Aroun
     def leave(call: BlockCall) -> None:
         calls[call.layer].output = call.state_out
 
-    inside = [  # what is not trained receives no gradient
-        layer
-        for layer, site in enumerate(anatomy.sites)
-        if site.exit is None and any(weight.requires_grad for weight in site.module.parameters())
-    ]
-    with around(), BlockHooks(anatomy.sites, enter, leave, layers=inside):
+    with around(), BlockHooks(anatomy.sites, enter, leave, layers=layers):
         loss = require_graph(loss_of(model))
         done = [call for call in calls.values() if call.output is not None and call.output.requires_grad]
         gradients = _gradients(loss, [call.output for call in done if call.output is not None])
@@ -244,91 +315,123 @@ def _own_pass(model: nn.Module, loss_of: LossOf, anatomy: Anatomy, around: Aroun
 
 
 def _gradients(loss: Tensor, states: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return the gradients of a loss, scaled as for float16, so that they neither underflow nor overflow."""
-    is_short = any(state.dtype == torch.float16 for state in states) or torch.is_autocast_enabled(loss.device.type)
-    found: Sequence[Tensor | None] = ()
-    is_short &= bool(states)
-    for scale in _SCALES if is_short else _SCALES[-1:]:
-        found = torch.autograd.grad(loss * scale, states, allow_unused=True, retain_graph=is_short) if states else ()
-        known = [gradient.isfinite().all() for gradient in found if gradient is not None]
-        if not (is_short and known) or bool(torch.stack([each.to(loss.device) for each in known]).all()):
-            break
+    """Return the gradients of a loss; in float16 with the largest scale at which none overflows.
+
+    The device chooses the scale, so that the host does not wait.
+    """
+    kind = loss.device.type
+    is_cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+    scales = _SCALES if is_cast or any(state.dtype == torch.float16 for state in states) else _SCALES[:1]
+    found: list[Tensor | None] = [None] * len(states)
+    for scale in scales if states else ():
+        larger = torch.autograd.grad(loss * scale, states, allow_unused=True, retain_graph=scale != scales[-1])
+        sizes = [each.abs().amax().to(loss.device) for each in larger if each is not None]
+        is_finite = torch.stack(sizes).isfinite().all() if sizes else torch.zeros((), dtype=torch.bool)
+        found = [
+            new if new is None or old is None else torch.where(is_finite.to(new.device), new, old)
+            for new, old in zip(larger, found, strict=True)
+        ]
     return found
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """One pass through a separate block: the state that leaves it, and its gradients by parameter."""
+class _Block:
+    """Norms of a block on the device, and the rounding unit of its number format.
 
-    output: Tensor
-    gradients: dict[str, Tensor]
+    ``norms`` are of the exact values, the errors of the run and those of the plain pass, shape (3, tensor), where the
+    first tensor is the output and the others are gradients. Where the query weights are known, the same norms by head
+    follow, (3, head), and the products of the run's errors with the exact values, (head,).
+    """
+
+    layer: int
+    eps: float
+    norms: list[Tensor]
 
 
-def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around: Around) -> list[Tensor]:
-    """Return the errors of one block, on the device: of output and gradient, their excess, and the same by head."""
+def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around: Around) -> _Block:
+    """Run a block three times, and compare the results on the device."""
+    assert call.gradient is not None
+    module = call.site.module
+    held = {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    copies = _copied(held)
+    # Scaled to about 1 by a power of two, which is exact, so that float16 neither overflows nor underflows.
+    size = call.gradient.abs().amax().double().clamp_min(torch.finfo(torch.float32).tiny)
+    call.gradient = call.gradient * torch.exp2(-size.log2().floor())
     with around():
-        own = _alone(call, None)
-    is_by_tf32 = own.output.dtype == torch.float32 and _multiplies_by_tf32(call)
+        own = _alone(call, copies)
+    is_by_tf32 = own[_OUTPUT].dtype == torch.float32 and _multiplies_by_tf32(call)
     with _torch_attention(model):
         # A fused kernel may not use tf32, and then has smaller errors than one that does.
-        with sdpa_kernel(SDPBackend.MATH) if is_by_tf32 else nullcontext():
-            plain = _alone(call, call.autocast)
-        with sdpa_kernel(SDPBackend.MATH), config_options(known_options(model, _IN_FLOAT64)):
-            exact = _alone(call, None, dtype=torch.float64)
-    eps = max(torch.finfo(kind).eps for kind in (own.output.dtype, call.autocast) if kind is not None)
-    eps = max(eps, _TF32_EPS) if is_by_tf32 else eps
-    names = list(exact.gradients)
-    right = [exact.gradients[name] for name in names]
-    sizes = torch.stack(torch._foreach_norm(right))
-    errors, explained = (
-        torch.stack(torch._foreach_norm(torch._foreach_sub([one.gradients[name].double() for name in names], right)))
-        for one in (own, plain)
-    )
-    output_error = _relative(own.output, exact.output)
-    gradient_error = errors.norm() / sizes.norm()
-    excess = torch.stack(
-        [
-            output_error / _relative(plain.output, exact.output).clamp_min(eps / 4),
-            (errors / torch.maximum(explained, sizes * eps / 4).clamp_min(_TINY)).amax(),
+        with sdpa_kernel(SDPBackend.MATH) if is_by_tf32 else nullcontext(), _only(call, call.autocast):
+            plain = _alone(call, copies)
+        with sdpa_kernel(SDPBackend.MATH), config_options(known_options(model, _IN_FLOAT64)), _only(call, None):
+            exact = _alone(call, _copied(held, torch.float64), torch.float64)
+    eps = max(torch.finfo(kind).eps for kind in (own[_OUTPUT].dtype, call.autocast) if kind is not None)
+    errors = [_copied({name: found[name] for name in exact}, torch.float64) for found in (own, plain)]
+    for each in errors:
+        torch._foreach_sub_([*each.values()], [*exact.values()])
+    values = [exact, *errors]
+    norms = [torch.stack(torch._foreach_norm([value for each in values for value in each.values()])).view(3, -1)]
+    if query_key is not None and (name := _query_parameter(call, query_key)) in exact:
+        recipe, matrices = query_key.query_recipe, torch.stack([each[name] for each in values])
+        rows = (matrices if recipe.axis == 0 else matrices.mT)[:, on_device(recipe.index, matrices.device)].flatten(2)
+        norms += [rows.norm(dim=-1), (rows[0] * rows[1]).sum(-1)]
+    return _Block(call.layer, max(eps, _TF32_EPS) if is_by_tf32 else eps, norms)
+
+
+def _errors(norms: Sequence[np.ndarray], eps: float) -> list[np.ndarray]:
+    """Return the values of ``schema.PRECISION`` of one block: by layer, and by head where they are known."""
+    with np.errstate(all="ignore"):
+        size, error, explained = norms[0]
+        output, plain = error[0] / size[0], explained[0] / size[0]
+        gradient = np.linalg.norm(error[1:]) / np.linalg.norm(size[1:])
+        excess = [
+            output / np.maximum(plain, eps / 4),
+            *error[1:] / np.maximum(np.maximum(explained, size * eps / 4), _TINY)[1:],
             # The block's own code may be broken, in both passes in the same way.
-            torch.maximum(output_error, gradient_error) / (_MOST_EPS * eps),
+            np.maximum(output, gradient) / (_MOST_EPS * eps),
         ]
-    )
-    by_head = [torch.full((0 if query_key is None else len(query_key.query),), torch.nan)] * 3
-    if (rows := _query_rows(call, query_key, names)) is not None:
-        true, found, usual = rows(exact.gradients), rows(own.gradients), rows(plain.gradients)
-        size, error = true.norm(dim=1), (found - true).norm(dim=1)
-        by_head = [
-            error / size,
-            error / torch.maximum((usual - true).norm(dim=1), size * eps / 4).clamp_min(_TINY),
-            ((found - true) * true).sum(1) / size.square(),
-        ]
-    return [output_error, gradient_error, excess.amax(), *by_head]
+        row = [output, gradient, np.max(excess)]
+        if norms[1:]:
+            (size, error, explained), along = norms[1:]
+            row += [
+                error / size,
+                error / np.maximum(np.maximum(explained, size * eps / 4), _TINY),
+                along / np.square(size),
+            ]
+    return row
 
 
-def _alone(call: _Call, autocast: torch.dtype | None, *, dtype: torch.dtype | None = None) -> _Pass:
-    """Run a block separately, in the current context or in one number format."""
+def _copied(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Return copies of tensors, those of real numbers in one call and in the given format."""
+    real = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    copies = {name: torch.empty_like(tensor, dtype=dtype) for name, tensor in real.items()}
+    torch._foreach_copy_(list(copies.values()), list(real.values()))
+    return copies | {name: tensor.clone() for name, tensor in tensors.items() if name not in copies}
+
+
+def _only(call: _Call, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return the context of one number format, whatever that of the run is."""
+    assert call.gradient is not None
+    return torch.autocast(call.gradient.device.type, dtype=autocast, enabled=autocast is not None)
+
+
+def _alone(call: _Call, copies: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Run a block separately on copies of its tensors; return its output, and its gradients by parameter."""
     assert call.gradient is not None
     module = call.site.module
 
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
-    names = [name for name, weight in module.named_parameters() if weight.requires_grad]
-    held = {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    tensors = {name: own.clone() if (own := cast(tensor)) is tensor else own for name, tensor in held.items()}
-    for name in names:
-        tensors[name].requires_grad_()
-    kind = call.gradient.device.type
-    is_reference = dtype is not None or autocast is not None
-    with torch.autocast(kind, dtype=autocast, enabled=autocast is not None) if is_reference else nullcontext():
-        args, kwargs = _mapped(call.args, cast), _mapped(dict(call.kwargs), cast)
-        output = call.site.state_out(functional_call(module, tensors, args, kwargs))
-        # Scaled to about 1 by a power of two, which is exact, so that float16 neither overflows nor underflows.
-        size = call.gradient.abs().amax().double().clamp_min(torch.finfo(torch.float32).tiny)
-        given = (call.gradient * torch.exp2(-size.log2().floor())).to(output.dtype)
-        gradients = torch.autograd.grad(output, [tensors[name] for name in names], given, allow_unused=True)
-    return _Pass(output.detach(), {n: g for n, g in zip(names, gradients, strict=True) if g is not None})
+    tensors = {name: copy.detach() for name, copy in copies.items()}
+    trained = {name: tensors[name].requires_grad_() for name, w in module.named_parameters() if w.requires_grad}
+    args, kwargs = _mapped(call.args, cast), _mapped(dict(call.kwargs), cast)
+    output = call.site.state_out(functional_call(module, tensors, args, kwargs))
+    given = call.gradient.to(output.dtype)
+    gradients = torch.autograd.grad(output, list(trained.values()), given, allow_unused=True)
+    known = {name: gradient for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+    return {_OUTPUT: output.detach(), **known}
 
 
 def _multiplies_by_tf32(call: _Call) -> bool:
@@ -342,22 +445,10 @@ def _multiplies_by_tf32(call: _Call) -> bool:
     return convolves and attrgetter("conv.fp32_precision")(torch.backends.cudnn) == "tf32"
 
 
-def _query_rows(
-    call: _Call, query_key: QueryKey | None, names: Sequence[str]
-) -> Callable[[Mapping[str, Tensor]], Tensor] | None:
-    """Return a function from gradients by parameter to those of the query weights, (head, value); None if unknown."""
-    if query_key is None or query_key.query_recipe.is_module:
-        return None
+def _query_parameter(call: _Call, query_key: QueryKey) -> str:
+    """Return the name of the query weights within the block; empty if a module computes them."""
     recipe = query_key.query_recipe
-    name = recipe.parameter.removeprefix(call.site.name.split("#")[0] + ".")
-    if name not in names:
-        return None
-
-    def rows(gradients: Mapping[str, Tensor]) -> Tensor:
-        gradient = gradients[name].double()
-        return (gradient if recipe.axis == 0 else gradient.T)[on_device(recipe.index, gradient.device)].flatten(1)
-
-    return rows
+    return "" if recipe.is_module else recipe.parameter.removeprefix(call.site.name.split("#")[0] + ".")
 
 
 @contextmanager
@@ -377,32 +468,6 @@ def _limit_of(model: nn.Module, calls: Sequence[_Call]) -> float:
     sizes = [weight.element_size() for weight in model.parameters() if weight.is_floating_point()]
     sizes += [call.autocast.itemsize for call in calls if call.autocast is not None]
     return _LIMITS[2 if min(sizes, default=4) <= 2 else 4]
-
-
-def _assemble(anatomy: Anatomy, calls: Sequence[_Call], rows: Sequence[Sequence[Tensor]], limit: float) -> xr.Dataset:
-    import xarray as xr
-
-    values = read_arrays([value for row in rows for value in row])
-    n_heads = max((len(value) for value in values[3::6]), default=0)
-    shapes = {"layer": (len(anatomy.sites),), "head": (len(anatomy.sites), n_heads), "step": ()}
-    table = {name: np.full(shapes[variable.dims[-1]], np.nan) for name, variable in PRECISION.items()}
-    for i, call in enumerate(calls):
-        for name, value in zip(_BY_LAYER, values[6 * i : 6 * i + 6], strict=True):
-            table[name][call.layer, ...] = value if value.ndim == 0 else _padded(value, n_heads)
-    table["excess_limit"][...] = limit
-    names = [site.name for site in anatomy.sites]
-    return xr.Dataset(
-        {name: (PRECISION[name].dims[1:], value, PRECISION[name].attrs) for name, value in table.items()},
-        {"layer": np.arange(len(names)), "head": np.arange(n_heads), "layer_name": ("layer", names)},
-    )
-
-
-def _padded(values: np.ndarray, n: int) -> np.ndarray:
-    return np.concatenate([values, np.full(n - len(values), np.nan)])
-
-
-def _relative(found: Tensor, right: Tensor) -> Tensor:
-    return (found.double() - right.double()).norm() / right.double().norm()
 
 
 def _detached(value: Any) -> Any:

@@ -332,7 +332,7 @@ _UNSURE = ("low_precision_reduction", "stale_reduction", "dropped_bucket")
 class Check:
     """One measurement of a probe."""
 
-    step: int
+    step: int  # of the block measured longest ago if blocks are measured in turn and all are sound
     signal: str
     message: str
 
@@ -342,6 +342,32 @@ class Check:
         return not self.message
 
 
+class LatestArithmetic:
+    """Latest errors of the arithmetic of each block, of which a run may measure only some at a time."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, np.ndarray] = {}
+        self._steps = np.zeros(0, dtype=np.int64)
+
+    def update(self, observation: Observation) -> tuple[Observation, np.ndarray]:
+        """Return an observation with the latest values of all blocks, and which of them are new, shape (layer,)."""
+        values = {name: np.asarray(value, dtype=np.float64) for name, value in observation.values.items()}
+        is_new = ~np.isnan(values["error_excess"])
+        for name, value in values.items():
+            before = self._values.get(name, value)
+            if value.ndim and before.shape == value.shape:
+                values[name] = np.where(is_new.reshape(-1, *[1] * (value.ndim - 1)), value, before)
+        self._values = values
+        before = self._steps if len(self._steps) == len(is_new) else np.full(len(is_new), -1)
+        self._steps = np.where(is_new, observation.step, before)
+        return replace(observation, values=values), is_new
+
+    @property
+    def oldest_step(self) -> int:
+        """Step of the block that was measured longest ago; -1 if none was."""
+        return int(min(self._steps[self._steps >= 0], default=-1))
+
+
 class ProbeAlarms:
     """Alarms at the first measurement at which a probe finds a fault, and again if it returns after it was over.
 
@@ -349,7 +375,7 @@ class ProbeAlarms:
     first measurement on. In that case neither such changes, nor low precision, nor a missing backward pass raise an
     alarm. If routers choose experts, broken arithmetic must be found in two consecutive measurements, because a token
     near a tie may be sent to another expert in float64, which in a single measurement is indistinguishable from a
-    fault.
+    fault. If blocks are measured in turn, the latest measurement of each counts.
     """
 
     def __init__(self) -> None:
@@ -364,7 +390,9 @@ class ProbeAlarms:
         )
         self._logits = LogitLimit()
         self._limits = AbsoluteLimits()
+        self._arithmetic_of_blocks = LatestArithmetic()
         self.is_in_doubt = False
+        self._doubted = -1  # layer with a finding that its next measurement confirms or refutes
         self._has_routers = False
 
     def observe(self, observation: Observation) -> list[Alarm]:
@@ -401,7 +429,9 @@ class ProbeAlarms:
         if observation.part == "reduction":  # gradients cannot be measured at every step
             is_measured = float(observation.values["gradient_verdict"]) >= 0
         if is_measured:
-            self.checks[signal] = Check(observation.step, signal, "" if found is None else found[0].message)
+            step = self._arithmetic_of_blocks.oldest_step if found is None and signal == "arithmetic" else -1
+            message = "" if found is None else found[0].message
+            self.checks[signal] = Check(observation.step if step < 0 else step, signal, message)
         return of_limits + self._settle(signal, found)
 
     def _settle(self, signal: str, found: Finding | None, *, over_after: int = _OVER_AFTER) -> list[Alarm]:
@@ -417,10 +447,19 @@ class ProbeAlarms:
         return [] if was_standing else [found[0]]
 
     def _arithmetic(self, observation: Observation) -> Finding | None:
-        found, was_in_doubt = _broken_arithmetic(observation), self.is_in_doubt
-        is_standing = SIGNALS["precision"] in self.standing
-        self.is_in_doubt = found is not None and self._has_routers and not (was_in_doubt or is_standing)
-        return None if self.is_in_doubt else found
+        latest, is_new = self._arithmetic_of_blocks.update(observation)
+        found = _broken_arithmetic(latest)
+        if not self._has_routers or SIGNALS["precision"] in self.standing:
+            self.is_in_doubt, self._doubted = False, -1
+            return found
+        is_found_now = found is not None and bool(is_new[found[0].layer])
+        is_measured_again = self._doubted >= 0 and bool(is_new[self._doubted])
+        self.is_in_doubt = is_found_now and not is_measured_again
+        if found is not None and self.is_in_doubt:
+            self._doubted = found[0].layer
+        elif is_measured_again:
+            self._doubted = -1
+        return found if is_found_now and is_measured_again else None
 
     def _setting(self, observation: Observation) -> list[Alarm]:
         setting, message = (str(observation.coords[name]) for name in ("setting", "message"))

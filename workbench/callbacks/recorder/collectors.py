@@ -327,7 +327,7 @@ class Collectors:
         # Parameters and gradients of one block, three times, one of them in float64.
         self._require_memory(8 * max((_n_bytes(site.module.parameters()) for site in sites), default=0))
         with self._passes():
-            return self._probes.precision()
+            return complete(self._probes.precision())
 
     def update_effect(self) -> dict[str, float]:
         """Return the effect of the update on the loss of fixed examples."""

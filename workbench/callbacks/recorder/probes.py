@@ -27,7 +27,7 @@ from workbench.monitors.matrices import at_least_float32, frobenius_norm, spectr
 from workbench.probes.gradient_agreement import GradientVerdict
 from workbench.probes.gradient_comparison import compare_gradients
 from workbench.probes.gradient_projections import GradientProjections
-from workbench.probes.precision import precision_errors
+from workbench.probes.precision import precision_reading, trained_blocks
 from workbench.probes.reduction import KnownAnswer, known_answer_all_reduce
 from workbench.probes.update import update_effect
 
@@ -53,15 +53,35 @@ class ProbeCollector:
         self.rows = few_examples(probe, N_TOKENS)
         self._loss_of = loss_of
         self._before: dict[str, Tensor] = {}
+        #: Layers whose arithmetic cannot be measured, with the reason.
+        self.failed: dict[int, Exception] = {}
 
-    def precision(self) -> dict[str, np.ndarray]:
-        """Return the variables of ``schema.PRECISION``."""
+    @property
+    def precision_layers(self) -> list[int]:
+        """Layers whose arithmetic can be measured."""
+        return [] if self.anatomy is None else [i for i in trained_blocks(self.anatomy) if i not in self.failed]
+
+    def precision(self, layers: Collection[int] | None = None) -> Measurement[dict[str, np.ndarray]]:
+        """Measure the variables of ``schema.PRECISION`` of some layers, None for all; NaN for the others.
+
+        A layer whose measurement fails is added to ``failed`` and not measured again. If none is left, its exception is
+        raised.
+        """
         if self.anatomy is None:
             raise SnapshotError("The blocks of the model cannot be read.")
-        errors = precision_errors(
-            self.model, self._some_loss, anatomy=self.anatomy, query_keys=self.query_keys, around=self.around
+        able = self.precision_layers
+        values, failed = yield from precision_reading(
+            self.model,
+            self._some_loss,
+            anatomy=self.anatomy,
+            query_keys=self.query_keys,
+            around=self.around,
+            layers=[layer for layer in able if layers is None or layer in layers],
         )
-        return {str(name): variable.values for name, variable in errors.data_vars.items()}
+        self.failed |= failed
+        if failed and self.failed.keys() >= {*able}:
+            raise next(iter(failed.values()))
+        return values
 
     @torch.no_grad()
     def begin_update(self, copies: Mapping[int, Tensor]) -> None:
