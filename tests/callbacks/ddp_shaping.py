@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import distributed, nn
 from torch.nn.functional import cross_entropy
@@ -17,7 +18,8 @@ from torch.utils.data import DataLoader
 
 import workbench as wb
 from workbench.callbacks.kss import KSSOptions, PenaltyShape, TrustRegion
-from workbench.koopman.moments import SnapshotMoments
+from workbench.koopman.dmd import DmdOptions
+from workbench.koopman.stacked import StackedMoments
 
 N_RANKS = 2
 COUPLINGS = ("gradient", "decoupled", "projection", "trust_region")
@@ -146,14 +148,12 @@ def uneven(rank):
 
 def moments(rank):
     """Return the moments of both parts, and the gradient of a function of them in the part of this rank."""
-    x, y = (values.clone().requires_grad_() for values in parts()[rank])
-    added = SnapshotMoments(5).update(x, y).all_reduce()
-    value = torch.linalg.solve(added.c_xx, added.c_dx).sin().sum() + added.c_dd.trace()
-    gradients = torch.autograd.grad(value, (x, y))
-    names = ("n_snapshots", "mean_x", "mean_d", "c_xx", "c_dx", "c_dd")
-    found = {name: getattr(added, name) for name in names}
-    found = {name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
-    return found | {"value": float(value.detach()), "gradients": gradients}
+    leaves = tuple(values.clone().requires_grad_() for values in parts()[rank])
+    stack = StackedMoments({0: leaves, 1: leaves}, is_shared=True)
+    xx, dx = stack.project(DmdOptions(rank=3)).detach()[0]
+    slopes = np.stack([xx.cos().numpy(), dx.numpy()])  # those of xx.sin().sum() + dx.square().sum() / 2
+    gradients = [gradient for _, gradient in stack.gradients({0: slopes})]
+    return {"facts": stack.facts, "xx": xx, "dx": dx, "gradients": gradients}
 
 
 def in_lightning(rank):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,7 +13,8 @@ from tests.about import about
 from tests.callbacks import ddp_shaping
 from workbench.callbacks.kss.penalty import NOT_FINITE
 from workbench.errors import OptionError
-from workbench.koopman.moments import SnapshotMoments
+from workbench.koopman.dmd import DmdOptions
+from workbench.koopman.stacked import StackedMoments
 
 pytestmark = [pytest.mark.subprocess, pytest.mark.slow]
 
@@ -90,25 +92,20 @@ def test_ranks_with_batches_of_different_size_measure_the_same_layers(ranks):
     assert one["end"] == other["end"]
 
 
-def test_moments_of_all_ranks_are_the_merged_moments(ranks):
-    merged = SnapshotMoments(5)
-    for x, y in ddp_shaping.parts():
-        merged.merge(SnapshotMoments(5).update(x, y))
-    for rank in ranks:
-        assert rank["moments"]["n_snapshots"] == merged.n_snapshots == 65
-        for name in ("mean_x", "mean_d", "c_xx", "c_dx", "c_dd"):
-            assert torch.allclose(rank["moments"][name], getattr(merged, name), rtol=1e-12, atol=1e-13)
-
-
-def test_each_rank_has_the_gradient_in_its_own_snapshots(ranks):
+def test_moments_and_gradients_of_all_ranks_are_those_of_all_snapshots(ranks):
     leaves = [tuple(values.clone().requires_grad_() for values in part) for part in ddp_shaping.parts()]
-    x, y = (torch.cat(part) for part in zip(*leaves, strict=True))
-    both = SnapshotMoments(5).update(x, y)
-    value = torch.linalg.solve(both.c_xx, both.c_dx).sin().sum() + both.c_dd.trace()
+    stack = StackedMoments({0: tuple(torch.cat(part) for part in zip(*leaves, strict=True))})
+    xx, dx = stack.project(DmdOptions(rank=3))[0]
+    states, in_states = zip(
+        *stack.gradients({0: np.stack([xx.detach().cos().numpy(), dx.detach().numpy()])}), strict=True
+    )
     for own, rank in zip(leaves, ranks, strict=True):
-        assert rank["moments"]["value"] == pytest.approx(value.item(), rel=1e-12)
-        expected = torch.autograd.grad(value, own, retain_graph=True)
-        assert largest_difference(rank["moments"]["gradients"], expected) < 1e-12
+        found = rank["moments"]
+        assert torch.allclose(found["facts"], stack.facts.expand(2, -1), rtol=1e-12)
+        assert torch.allclose(found["xx"], xx, rtol=1e-10, atol=1e-12)
+        assert torch.allclose(found["dx"], dx, rtol=1e-10, atol=1e-12)
+        expected = torch.autograd.grad(states, own, in_states, retain_graph=True)
+        assert largest_difference(found["gradients"], expected) < 1e-10
 
 
 def test_lightning_under_ddp(ranks):

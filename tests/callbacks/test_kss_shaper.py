@@ -16,7 +16,8 @@ from workbench.callbacks.kss import KSSOptions, PenaltyShape, TrustRegion
 from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE, layer_penalties
 from workbench.callbacks.kss.shaper import GRADIENT_NOT_FINITE, NO_GRADIENT
 from workbench.errors import OptionError, SnapshotError
-from workbench.koopman.moments import SnapshotMoments
+from workbench.koopman.stacked import StackedMoments
+from workbench.models.readable_weights import complete
 
 #: All states of a batch are used, and the full spectrum is taken, so that the results are known.
 EVERYTHING = {"penalty": PenaltyShape(rank=None), "n_snapshots": 10_000}
@@ -61,8 +62,11 @@ def penalty_of(model, tokens, layers=(0, 1), shape=EVERYTHING["penalty"]):
     for i, block in enumerate(model.blocks):
         y = block(x)
         if i in layers:
-            moments = SnapshotMoments(x.shape[-1]).update(x.flatten(0, 1), y.flatten(0, 1))
-            total = total + layer_penalties([moments], shape, gamma=0.4)[0][0].value / len(layers)
+            stack = StackedMoments({i: (x.flatten(0, 1), y.flatten(0, 1))})
+            part = complete(layer_penalties([stack], shape, gamma=0.4))[i]
+            # The second term is zero; its gradient is that of the penalty.
+            change = sum((g * (state - state.detach())).sum() for state, g in stack.gradients({i: part.slopes}))
+            total = total + (part.value + change) / len(layers)
         x = y
     return total
 

@@ -17,7 +17,7 @@ from workbench.koopman import (
     whitened_dmd,
     whitened_operator,
 )
-from workbench.koopman.dmd import DmdOptions, koopman_matrices, koopman_matrix
+from workbench.koopman.dmd import DmdOptions
 
 MEASURES = ("spectral_radius", "eigenvector_condition", "nonlinearity_ratio", "update_norm", "energy_gain")
 KINDS = ("linear", "residual", "generic")
@@ -255,40 +255,3 @@ def test_values_that_are_not_finite_are_rejected_before_lapack_is_called(bad):
 def test_invalid_options_are_rejected(name, value):
     with pytest.raises(OptionError, check=about(name, value)):
         DmdOptions(**{name: value})
-
-
-def test_operators_of_several_layers_and_their_gradients_are_bitwise_those_of_each_layer():
-    """Also if a layer has no spectrum, or fewer directions vary than requested."""
-
-    def moments(x, y):
-        seen = SnapshotMoments(12)
-        x, y = x.clone().requires_grad_(), y.clone().requires_grad_()
-        return seen.update(x, y, check_finite=False), (x, y)
-
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.randn(2, 60, 12, generator=generator)
-    flat, bad = x.clone(), x.clone()
-    flat[:, 3:], bad[7, 2] = 0.0, torch.inf
-    pairs = [(x, y), (flat, flat + 0.1 * y), (bad, y), (x, bad), (0 * x + 1, y), (x[:2], y[:2]), (y, x + y)]
-    for options in (DmdOptions(rank=None), DmdOptions(rank=5), DmdOptions(rank=12), DmdOptions(ridge_kind="absolute")):
-        together, apart = [moments(*pair) for pair in pairs], [moments(*pair) for pair in pairs]
-        also = torch.tensor(0.1, dtype=torch.float64)
-        found, numbers = koopman_matrices([seen for seen, _ in together], options, [also])
-        assert numbers == [0.1]
-        is_there = []
-        for matrix, (_, states), (seen, leaves) in zip(found, together, apart, strict=True):
-            try:
-                expected = koopman_matrix(seen, options)
-            except SnapshotError:
-                assert matrix is None
-                is_there.append(False)
-                continue
-            is_there.append(True)
-            assert torch.equal(matrix, expected)
-            weights = torch.randn(expected.shape, dtype=torch.float64, generator=generator)
-            gradients = [
-                torch.autograd.grad((weights * A).sum(), of) for A, of in ((matrix, states), (expected, leaves))
-            ]
-            for one, other in zip(*gradients, strict=True):
-                assert torch.equal(one, other)
-        assert is_there == [True, True, False, False, False, False, True]

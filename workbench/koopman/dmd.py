@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from workbench.koopman.moments import SnapshotMoments
+
+#: Number of power iterations in the search for the leading directions.
+N_POWERS = 4
 
 
 @checked
@@ -130,7 +132,7 @@ def whitened_operator(moments: SnapshotMoments | SnapshotSketch, options: DmdOpt
         return _operator_of_sketch(moments, options, trace)
     c_xx = moments.c_xx
     basis, variance, condition = _principal_directions(c_xx, options)
-    ridge = _ridge(options, trace, moments.n_features)
+    ridge = ridge_of(options, trace, moments.n_features)
     whiten = (variance + ridge).rsqrt()
     n_null = basis.shape[1] - len(whiten) if options.rank is None and ridge > 0 else 0
     used = basis[:, n_null:]
@@ -152,7 +154,7 @@ def whitened_operator(moments: SnapshotMoments | SnapshotSketch, options: DmdOpt
 def _operator_of_sketch(sketch: SnapshotSketch, options: DmdOptions, trace: float) -> WhitenedOperator:
     """Compute `whitened_operator` of a sketch, whose moments of the states are diagonal already."""
     found = sketch.principal_moments(options.rank, options.rank_tolerance)
-    ridge = _ridge(options, trace, sketch.n_features)
+    ridge = ridge_of(options, trace, sketch.n_features)
     whiten = (found.variance + ridge).rsqrt()
     gram = found.variance * whiten.square()
     cross = found.c_dx * whiten[:, None] * whiten
@@ -169,110 +171,9 @@ def _operator_of_sketch(sketch: SnapshotSketch, options: DmdOptions, trace: floa
     return WhitenedOperator(matrix, gram, update_gram, fraction, condition, sketch.n_snapshots)
 
 
-def _ridge(options: DmdOptions, trace: Any, n_features: int) -> Any:
+def ridge_of(options: DmdOptions, trace: Any, n_features: int) -> Any:
     """Return the ridge: a tensor if the trace is one, else a number."""
     return options.ridge * (trace / n_features if options.ridge_kind == "relative" else 1.0)
-
-
-def koopman_matrix(moments: SnapshotMoments, options: DmdOptions | None = None) -> Tensor:
-    """Compute only the matrix of `whitened_operator`, for gradients.
-
-    The eigenvalues do not change when the directions are scaled or rotated within their span, so the whitening carries
-    no gradient. Where a rank omits some directions, the span is taken as constant.
-
-    Returns:
-        A, shape (m, m), on the device of the moments.
-    """
-    options = options or DmdOptions()
-    trace = _total_variance(moments)
-    c_xx, constant = moments.c_xx, moments.c_xx.detach()
-    basis, variance, _ = _principal_directions(constant, options)
-    basis = basis[:, -len(variance) :]
-    ridge = _ridge(options, trace, moments.n_features)
-    whiten = basis * (variance + ridge).rsqrt()
-    change = torch.linalg.solve(whiten.T @ c_xx @ whiten, whiten.T @ moments.c_dx @ whiten, left=False)
-    return change + torch.eye(len(variance), dtype=change.dtype, device=change.device)
-
-
-def koopman_matrices(
-    moments: Sequence[SnapshotMoments], options: DmdOptions, also: Sequence[Tensor] = ()
-) -> tuple[list[Tensor | None], list[float]]:
-    """Compute `koopman_matrix` of several layers, with one transfer to the host for all layers of a device.
-
-    The results are bitwise identical to those of `koopman_matrix`. Each layer is computed before it is known whether it
-    has a spectrum and whether all requested directions vary; if not, the layer is recomputed.
-
-    Returns:
-        The operator of each layer on the host, None where `koopman_matrix` raises; and the numbers of ``also``.
-    """
-    begun = [_begun_matrix(layer, options) for layer in moments]
-    facts = [found[0] for found in begun]
-    read = _on_host([*facts, *(found[1] for found in begun), *also])
-    matrices: list[Tensor | None] = []
-    for layer, fact, matrix in zip(moments, read, read[len(facts) :], strict=False):
-        trace, updates, squared, has_all, is_singular = fact.detach().numpy().tolist()
-        try:
-            if layer.n_snapshots >= 3:
-                _check_variance(layer, trace, updates, squared)
-            is_done = layer.n_snapshots >= 3 and has_all and not is_singular
-            matrices.append(matrix if is_done else koopman_matrix(layer, options).cpu())
-        except (SnapshotError, torch.linalg.LinAlgError):
-            matrices.append(None)
-    return matrices, [float(number.detach().numpy()) for number in read[2 * len(facts) :]]
-
-
-def _begun_matrix(moments: SnapshotMoments, options: DmdOptions) -> tuple[Tensor, Tensor]:
-    """Compute the operator of a layer without a transfer, and the facts that show whether it is valid."""
-    c_xx, constant = moments.c_xx, moments.c_xx.detach()
-    trace, updates = constant.diagonal().sum(), moments.c_dd.detach().diagonal().sum()
-    squared = moments.mean_x.detach().square().sum()
-    # LAPACK may hang or crash the process on values that are not finite.
-    is_sound = torch.isfinite(trace) & torch.isfinite(updates)
-    eye = torch.eye(len(constant), dtype=constant.dtype, device=constant.device)
-    facts = [trace, updates, squared]
-    try:
-        basis, variance = _directions(torch.where(is_sound, constant, eye), options)
-        has_all = (variance > options.rank_tolerance * variance[-1]).all()
-        if options.rank is not None:
-            # Indexed as in `_principal_directions`, so that memory layout and rounding are the same.
-            every = torch.arange(len(variance), device=basis.device)
-            basis, variance = basis[:, every][:, -options.rank :], variance[-options.rank :]
-        whiten = basis * (variance + _ridge(options, trace, moments.n_features)).rsqrt()
-        left, right = whiten.T @ c_xx @ whiten, whiten.T @ moments.c_dx @ whiten
-        change, status = torch.linalg.solve_ex(left, right, left=False)
-    except torch.linalg.LinAlgError:
-        return torch.stack([*facts, torch.zeros_like(trace), torch.zeros_like(trace)]), trace
-    matrix = change + torch.eye(len(variance), dtype=change.dtype, device=change.device)
-    return torch.stack([*facts, has_all.to(trace.dtype), status.to(trace.dtype)]), matrix
-
-
-def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Move tensors to the host with their gradient, by one transfer for each device."""
-    found = list(tensors)
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        here = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-        message = torch.cat([tensors[i].detach().flatten() for i in here]).cpu()
-        parts = message.split([tensors[i].numel() for i in here])
-        for i, part in zip(here, parts, strict=True):
-            found[i] = _Moved.apply(tensors[i], part.view(tensors[i].shape))
-    return found
-
-
-class _Moved(torch.autograd.Function):
-    """Values of a tensor that were transferred together with others; the gradient flows back to that tensor alone.
-
-    If the gradient passed through the concatenation, one layer that is not finite would make the gradients of all
-    layers NaN.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, values: Tensor) -> Tensor:
-        ctx.device = tensor.device
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].to(ctx.device), None
 
 
 def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
@@ -282,16 +183,11 @@ def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
             f"A spectrum needs at least 3 snapshots, but {moments.name} has {moments.n_snapshots}; pass more tokens."
         )
     if isinstance(moments, SnapshotSketch):
-        states, updates, squared_mean = moments.total_variance()
+        traces = moments.total_variance()
     else:
         states, updates = moments.c_xx.detach().diagonal().sum(), moments.c_dd.detach().diagonal().sum()
-        squared_mean = moments.mean_x.detach().square().sum()
-    _check_variance(moments, float(states), float(updates), float(squared_mean))
-    return float(states)
-
-
-def _check_variance(moments: SnapshotMoments | SnapshotSketch, trace: float, updates: float, squared: float) -> None:
-    """Raise if moments have no spectrum, given the traces of C_xx and C_dd and the squared mean of the states."""
+        traces = states, updates, moments.mean_x.detach().square().sum()
+    trace, updates, squared_mean = (float(each) for each in traces)
     # A covariance is finite where its diagonal is. LAPACK may hang or crash the process on other values.
     if not (np.isfinite(trace) and np.isfinite(updates)):
         if not bool(moments.is_finite):
@@ -300,11 +196,11 @@ def _check_variance(moments: SnapshotMoments | SnapshotSketch, trace: float, upd
             f"The states passing {moments.name} are so large that their squares overflow float64; scale them down."
         )
     # States that are all the same still vary by the rounding of the dtype they came in.
-    noise = moments.resolution**2 * squared
-    if not trace > noise:
+    if not trace > moments.resolution**2 * squared_mean:
         raise SnapshotError(
             f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ."
         )
+    return trace
 
 
 def _principal_directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Tensor, float]:
@@ -314,7 +210,15 @@ def _principal_directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Te
         basis (feature, k): all directions, those without variance first, or the leading ones if a rank is requested;
         variance (m,) of its last m columns; the condition number of the covariance in these.
     """
-    basis, variance = _directions(c_xx, options)
+    if options.rank is None or options.rank >= len(c_xx):
+        variance, basis = torch.linalg.eigh(c_xx)
+    else:
+        # Power iterations (Halko, Martinsson & Tropp 2011, Algorithm 4.4).
+        sketch = first_sketch(len(c_xx), options.rank, options.seed).to(c_xx.device)
+        for _ in range(N_POWERS):
+            sketch = torch.linalg.qr(c_xx @ sketch).Q
+        variance, rotation = torch.linalg.eigh(sketch.T @ c_xx @ sketch)
+        variance, basis = variance[-options.rank :], (sketch @ rotation)[:, -options.rank :]
     is_used = variance > options.rank_tolerance * variance[-1]
     variance = variance[is_used]
     if options.rank is not None:
@@ -323,21 +227,7 @@ def _principal_directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Te
     return basis, variance, float(variance[-1] / variance[0])
 
 
-def _directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Tensor]:
-    """Compute all or the ``rank`` leading principal directions, and their variances in increasing order."""
-    if options.rank is None or options.rank >= len(c_xx):
-        variance, basis = torch.linalg.eigh(c_xx)
-    else:
-        variance, basis = _leading_directions(c_xx, options.rank, options.seed)
-    return basis, variance
-
-
-def _leading_directions(c_xx: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Find the leading directions with power iterations (Halko, Martinsson & Tropp 2011, Algorithm 4.4)."""
+def first_sketch(n_features: int, rank: int, seed: int) -> Tensor:
+    """Draw the matrix with which the search for the leading directions begins, shape (feature, column), on the host."""
     generator = torch.Generator().manual_seed(seed)
-    width = min(rank + 10, len(c_xx))
-    sketch = torch.randn(len(c_xx), width, dtype=c_xx.dtype, generator=generator).to(c_xx.device)
-    for _ in range(4):
-        sketch = torch.linalg.qr(c_xx @ sketch).Q
-    variance, rotation = torch.linalg.eigh(sketch.T @ c_xx @ sketch)
-    return variance[-rank:], (sketch @ rotation)[:, -rank:]
+    return torch.randn(n_features, min(rank + 10, n_features), dtype=torch.float64, generator=generator)

@@ -11,7 +11,6 @@ from workbench.option_kinds import PositiveInt
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 #: Number of rows that are converted to float64 at a time, so that a long batch is never copied completely.
 CHUNK = 4096
@@ -57,7 +56,7 @@ class SnapshotMoments:
     If the device does not support float64 (Apple's, for example), the snapshots are moved to the host, where the
     moments are kept.
 
-    Moments are added over batches, devices and ranks (Chan, Golub & LeVeque 1983), so memory is O(feature^2).
+    Moments are added over batches and devices (Chan, Golub & LeVeque 1983), so memory is O(feature^2).
 
     Attributes:
         n_features: Width of the state.
@@ -91,20 +90,6 @@ class SnapshotMoments:
         self._sum_xx = torch.zeros(n_features, n_features, **options)
         self._sum_dx = torch.zeros(n_features, n_features, **options)
         self._sum_dd = torch.zeros(n_features, n_features, **options)
-
-    @classmethod
-    def filled_with_nan(cls, n_features: int, *, device: torch.device | str = "cpu") -> SnapshotMoments:
-        """Create moments that are NaN, for a rank whose snapshots cannot be used but which must join `all_reduce`.
-
-        Args:
-            n_features: Width of the state.
-            device: Device of the moments.
-        """
-        moments = cls(n_features, device=device)
-        for sums in (moments.mean_x, moments.mean_d, moments._sum_xx, moments._sum_dx, moments._sum_dd):
-            sums.fill_(float("nan"))
-        moments.n_snapshots = 1
-        return moments
 
     @property
     def n_bytes(self) -> int:
@@ -166,37 +151,6 @@ class SnapshotMoments:
         device = self.mean_x.device
         moved = (t.to(device) for t in (other.mean_x, other.mean_d, other._sum_xx, other._sum_dx, other._sum_dd))
         self._add(_Part(other.n_snapshots, *moved))
-        return self
-
-    def all_reduce(self, group: ProcessGroup | None = None) -> SnapshotMoments:
-        """Sum the moments over all ranks, after which all ranks hold the same moments.
-
-        Gradients flow only into the snapshots of this rank; the gradient of a function of the sum is the sum of those
-        of the ranks. The common mean carries no gradient, because the centered sums do not depend on it to first order.
-
-        Args:
-            group: Process group of ``torch.distributed``; None is the default group.
-
-        Returns:
-            Itself.
-        """
-        from torch.distributed import all_reduce
-
-        counts = torch.tensor([float(self.n_snapshots)], dtype=torch.float64, device=self.mean_x.device)
-        message = torch.cat([counts, self.n_snapshots * torch.cat([self.mean_x.detach(), self.mean_d.detach()])])
-        all_reduce(message, group=group)
-        total = int(message[0])
-        mean_x, mean_d = (message[1:] / max(total, 1)).split(self.n_features)
-        shift_x, shift_d = self.mean_x - mean_x, self.mean_d - mean_d
-        self._sum_xx = self._sum_xx + self.n_snapshots * torch.outer(shift_x, shift_x)
-        self._sum_dx = self._sum_dx + self.n_snapshots * torch.outer(shift_d, shift_x)
-        self._sum_dd = self._sum_dd + self.n_snapshots * torch.outer(shift_d, shift_d)
-        sums = torch.cat([self._sum_xx, self._sum_dx, self._sum_dd])
-        reduced = sums.detach().clone()
-        all_reduce(reduced, group=group)
-        reduced = reduced + (sums - sums.detach())
-        self.n_snapshots, self.mean_x, self.mean_d = total, mean_x, mean_d
-        self._sum_xx, self._sum_dx, self._sum_dd = reduced.split(self.n_features)
         return self
 
     def _add(self, part: _Part) -> None:

@@ -55,19 +55,27 @@ def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
         else:  # a tensor subclass, such as one split over ranks, has its own way to be read
             found[i] = np.array(tensor.detach().tolist(), dtype=np.float64)
     for device, here in places.items():
-        # On a device without float64 there are no values that float32 would round.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        message = torch.cat([tensors[i].detach().to(dtype).flatten() for i in here]).cpu().double().numpy()
-        ends = np.cumsum([tensors[i].numel() for i in here])
-        for i, part in zip(here, np.split(message, ends[:-1]), strict=True):
-            found[i] = part.reshape(tuple(tensors[i].shape))
+        parts = [tensors[i].detach().flatten() for i in here]
+        if len({part.dtype for part in parts}) > 1:
+            # On a device without float64 there are no values that float32 would round.
+            parts = [part.to(torch.float32 if device.type == "mps" else torch.float64) for part in parts]
+        message = torch.cat(parts).cpu().double().numpy()
+        end = 0
+        for i in here:
+            start, end = end, end + tensors[i].numel()
+            found[i] = message[start:end].reshape(tuple(tensors[i].shape))
     return found
 
 
 def complete(measurement: Measurement[T]) -> T:
     """Return the result of a measurement at once; the host waits for the device."""
+    return finish(measurement, read_arrays(next(measurement)))
+
+
+def finish(measurement: Measurement[T], values: list[np.ndarray]) -> T:
+    """Return the result of a measurement that has begun, from the values of its tensors."""
     try:
-        measurement.send(read_arrays(next(measurement)))
+        measurement.send(values)
     except StopIteration as end:
         return end.value
     raise RuntimeError("A measurement yields its tensors once.")

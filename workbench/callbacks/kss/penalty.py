@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
@@ -12,14 +12,16 @@ import torch
 from torch.nn.functional import softplus
 
 from workbench.errors import OptionError
-from workbench.koopman.dmd import DmdOptions, koopman_matrices
+from workbench.koopman.dmd import DmdOptions
+from workbench.koopman.stacked import ProjectedOperator
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeFloat, PositiveFloat, PositiveInt, one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from workbench.koopman.moments import SnapshotMoments
+    from workbench.koopman.stacked import StackedMoments
+    from workbench.models.readable_weights import Measurement
 
 #: Reasons why a layer has no penalty.
 NOT_FINITE, ILL_DEFINED = "not finite", "ill-defined"
@@ -68,27 +70,27 @@ class PenaltyShape:
             raise OptionError.of("upper", self.upper, f"above lower = {self.lower}")
 
     def of_moduli(self, modulus: Tensor, gamma: float) -> Tensor:
-        """Return the penalty of one layer.
+        """Return the penalty of one layer, or of each of several.
 
         Args:
-            modulus: Moduli |lambda|, shape (mode,), unit 1.
+            modulus: Moduli |lambda|, shape (..., mode), unit 1.
             gamma: Target near-unit mass, in [0, 1].
 
         Returns:
-            A 0-dim tensor, at least 0.
+            A tensor of shape (...), at least 0.
         """
         if self.unstable_term == "softplus":
             excess = modulus - self.upper
-            unstable = (torch.sigmoid(self.sharpness * excess) * softplus(excess).square()).sum()
+            unstable = (torch.sigmoid(self.sharpness * excess) * softplus(excess).square()).sum(-1)
         else:
-            unstable = (modulus / self.upper).clamp(min=1.0).log().square().sum()
+            unstable = (modulus / self.upper).clamp(min=1.0).log().square().sum(-1)
         return self.unstable * unstable + self.beta * (self.soft_near_unit_mass(modulus) - gamma).square()
 
     def soft_near_unit_mass(self, modulus: Tensor) -> Tensor:
-        """Return m_soft, the near-unit mass with soft bounds, which has a gradient; 0-dim, in [0, 1]."""
+        """Return m_soft, the near-unit mass with soft bounds, which has a gradient; shape (...), in [0, 1]."""
         above = torch.sigmoid(self.sharpness * (modulus - self.lower))
         below = torch.sigmoid(self.sharpness * (self.upper - modulus))
-        return (above * below).mean()
+        return (above * below).mean(-1)
 
 
 @dataclass(frozen=True)
@@ -96,64 +98,86 @@ class LayerPenalty:
     """The penalty of one layer and the spectrum behind it.
 
     Attributes:
-        value: The penalty, 0-dim, with a gradient if the moments have one; None if the layer is skipped.
-        modulus: Moduli |lambda|, shape (mode,), without gradient; empty if there is no spectrum.
+        energy_gain: Factor by which the block increases the norm of the centered states, sqrt(E|y|^2 / E|x|^2); NaN if
+            it is not defined.
+        value: The penalty; None if the layer is skipped, or no spectrum was taken.
+        modulus: Moduli |lambda|, shape (mode,); empty if there is no spectrum.
         near_unit_mass: Fraction of the modes between the bounds (RKSP Eq. 12); NaN if there is no spectrum.
         reason: Reason why the layer is skipped; empty if it is not.
+        slopes: Slopes of the penalty in the two projections of the moments, shape (2, column, column); None if the
+            states have no gradient.
     """
 
-    value: Tensor | None
-    modulus: Tensor
+    energy_gain: float
+    value: float | None = None
+    modulus: np.ndarray = field(default_factory=lambda: np.zeros(0))
     near_unit_mass: float = math.nan
     reason: str = ""
+    slopes: np.ndarray | None = None
 
     @property
     def spectral_radius(self) -> float:
         """Largest modulus; NaN if there is no spectrum."""
-        return float(self.modulus.numpy().max()) if len(self.modulus) else math.nan
+        return float(self.modulus.max()) if len(self.modulus) else math.nan
 
 
 def layer_penalties(
-    moments: Sequence[SnapshotMoments], shape: PenaltyShape, *, gamma: float, also: Sequence[Tensor] = ()
-) -> tuple[list[LayerPenalty], list[float]]:
-    """Compute the KSS penalty of layers, differentiable in the tensors behind the moments.
+    stacks: Sequence[StackedMoments], shape: PenaltyShape, *, gamma: float, has_spectra: bool = True
+) -> Measurement[dict[int, LayerPenalty]]:
+    """Measure the KSS penalty of layers, and its slopes in the projected moments if the states have a gradient.
+
+    Without spectra, only the energy gain is measured.
+    """
+    options = DmdOptions(ridge=shape.ridge, rank=shape.rank)
+    projections = [stack.project(options) for stack in stacks] if has_spectra else []
+    values = yield [*(stack.facts for stack in stacks), *projections]
+    found = {}
+    for k, stack in enumerate(stacks):
+        for i, (layer, states) in enumerate(stack.states.items()):
+            facts = values[k][i]
+            energy, cross, updates = facts[:3].tolist()
+            gain = math.sqrt(max(energy + (2 * cross + updates), 0.0) / energy) if energy > 0 else math.nan
+            found[layer] = LayerPenalty(gain)
+            if has_spectra:
+                operator = ProjectedOperator.of(stack, facts, values[len(stacks) + k][i], options)
+                has_gradient = any(state.requires_grad for state in states)
+                found[layer] = _penalty_of(operator, shape, gamma, gain, has_gradient=has_gradient)
+    return dict(sorted(found.items()))
+
+
+def _penalty_of(
+    operator: ProjectedOperator | None, shape: PenaltyShape, gamma: float, gain: float, *, has_gradient: bool
+) -> LayerPenalty:
+    """Return the penalty of an operator.
 
     For an operator A = V diag(lambda) V^-1, the derivative of the penalty with respect to A is
-    V^-* diag(dP/dlambda) V^*. It exists where the eigenvalues are simple. The host waits for the device only once.
+    V^-* diag(dP/dlambda) V^*. It exists where the eigenvalues are simple.
     """
-    matrices, numbers = koopman_matrices(moments, DmdOptions(ridge=shape.ridge, rank=shape.rank), also)
-    return [_penalty_of(A, shape, gamma) for A in matrices], numbers
-
-
-def _penalty_of(A: Tensor | None, shape: PenaltyShape, gamma: float) -> LayerPenalty:
-    """Return the penalty of an operator on the host: for a few dozen modes, LAPACK is faster than a GPU solver.
-
-    Values are read as NumPy arrays, which cannot be mistaken for a transfer from the device.
-    """
-    nothing = torch.empty(0, dtype=torch.float64)
-    if A is None or not np.isfinite(A.detach().numpy()).all():
-        return LayerPenalty(None, nothing, reason=NOT_FINITE)
     try:
-        eigenvalue, vectors = torch.linalg.eig(A.detach())
-    except torch.linalg.LinAlgError:
-        return LayerPenalty(None, nothing, reason=NOT_FINITE)
-    modulus = eigenvalue.abs()
-    mass = float(((modulus >= shape.lower) & (modulus <= shape.upper)).double().mean().numpy())
-    if not A.requires_grad:
-        return LayerPenalty(shape.of_moduli(modulus, gamma), modulus, mass)
-    inverse, status = torch.linalg.inv_ex(vectors)
-    condition = torch.linalg.vector_norm(inverse, dim=1)  # the condition of each eigenvalue, as V has unit columns
-    if status.numpy() != 0 or not (condition.numpy() <= shape.largest_condition).all():
-        return LayerPenalty(None, modulus, mass, ILL_DEFINED)
-    with torch.enable_grad():
-        modulus.requires_grad_()
-        value = shape.of_moduli(modulus, gamma)
-        (slope,) = torch.autograd.grad(value, modulus)
-    modulus = modulus.detach()
+        if operator is None or not np.isfinite(operator.matrix).all():
+            return LayerPenalty(gain, reason=NOT_FINITE)
+        eigenvalue, vectors = np.linalg.eig(operator.matrix)
+    except np.linalg.LinAlgError:
+        return LayerPenalty(gain, reason=NOT_FINITE)
+    modulus = np.abs(eigenvalue)
+    mass = float(((modulus >= shape.lower) & (modulus <= shape.upper)).mean())
+    with torch.set_grad_enabled(has_gradient):
+        leaf = torch.tensor(modulus, requires_grad=has_gradient)
+        value = shape.of_moduli(leaf, gamma)
+    if not has_gradient:
+        return LayerPenalty(gain, float(value.numpy()), modulus, mass)
+    ill_defined = LayerPenalty(gain, None, modulus, mass, ILL_DEFINED)
+    try:
+        inverse = np.linalg.inv(vectors)
+    except np.linalg.LinAlgError:
+        return ill_defined
+    # The condition of each eigenvalue, as V has unit columns.
+    if not (np.linalg.norm(inverse, axis=1) <= shape.largest_condition).all():
+        return ill_defined
+    slope = torch.autograd.grad(value, leaf)[0].numpy()
     # d|lambda| = Re(conj(lambda)/|lambda| dlambda) and dlambda_j = u_j* dA v_j, where u_j* is the j-th row of V^-1.
-    phase = torch.where(modulus > 0, eigenvalue.conj() / modulus.clamp(min=torch.finfo(modulus.dtype).tiny), 0)
-    gradient = torch.einsum("ji,j,kj->ik", inverse, slope * phase, vectors).real
-    if not np.isfinite(gradient.numpy()).all():
-        return LayerPenalty(None, modulus, mass, ILL_DEFINED)
-    # The second term is zero; its gradient in A is that of the penalty.
-    return LayerPenalty(value.detach() + (gradient * (A - A.detach())).sum(), modulus, mass)
+    phase = np.where(modulus > 0, eigenvalue.conj() / np.maximum(modulus, np.finfo(float).tiny), 0)
+    slopes = operator.slopes((inverse.T * (slope * phase) @ vectors.T).real)
+    if not np.isfinite(slopes).all():
+        return ill_defined
+    return LayerPenalty(gain, float(value.detach().numpy()), modulus, mass, slopes=slopes)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,8 @@ from torch import Tensor, distributed, nn
 
 from workbench.callbacks.kss.control import ControlValues, KSSControls
 from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalties
-from workbench.callbacks.kss.trust_region import gain_terms, gains_of
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
-from workbench.koopman.moments import SnapshotMoments
+from workbench.koopman.stacked import StackedMoments
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches, TokenSelection, count_examples, take_examples
 from workbench.models.calling import (
@@ -32,9 +31,9 @@ from workbench.models.calling import (
     message_device,
     named_arguments,
 )
-from workbench.models.capture import StreamWatcher, empty_moments
+from workbench.models.capture import StreamWatcher
 from workbench.models.probing import eval_mode, undisturbed, watch
-from workbench.models.readable_weights import read_numbers
+from workbench.models.readable_weights import Measurement, complete, finish, read_arrays, read_numbers
 from workbench.models.residual_check import require_residuals
 from workbench.training.callback import Callback, TrainingRun
 from workbench.zoo.module_of import module_of
@@ -113,8 +112,10 @@ class Shaper(Callback):
         self._entrances: tuple[nn.Module, ...] = ()
         self._inputs: dict[nn.Module, Any] = {}
         self._rates: list[Any] = []
-        self._parameters_before: dict[nn.Parameter, Tensor] = {}
-        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._parameters: list[nn.Parameter] = []  # those that are copied before the update, and the copies
+        self._copies: list[Tensor] = []
+        #: Inputs, and the measurement before the update that has begun on them, with its tensors.
+        self._begun: tuple[Any, Measurement[dict[int, LayerPenalty]], list[Tensor]] | None = None
         self._is_kss_pass = self._is_shared = False
         self._forget()
 
@@ -130,6 +131,7 @@ class Shaper(Callback):
         self._control_before: ControlValues | None = None
         self._changes: list[str] = []
         self._update_size = 1.0
+        self._was_outside = False
 
     def attach(self, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> Shaper:
         """Add the hooks; see `KSS.attach`."""
@@ -160,7 +162,7 @@ class Shaper(Callback):
         self._handles.clear()
         self._inputs.clear()
         self._end_update()
-        self._buffers.clear()
+        self._parameters, self._copies = [], []
         self._anatomy, self._entrances = None, ()
         del self.model, self.optimizer
 
@@ -289,51 +291,59 @@ class Shaper(Callback):
         """Apply KSS if it is due."""
         if not control.is_due(self.step):
             return
-        called = next((module for module in self._entrances if module in self._inputs), None)
+        called = self._called
         if called is None:
             raise SnapshotError(
                 f"{type(self.model).__name__} did not run in training mode before this update; attach KSS to the "
                 "module that the training loop calls, and keep it in training mode."
             )
-        self._is_kss_pass = True
-        try:
-            act = self._hold_in_band if self.kss.options.coupling == "trust_region" else self._apply_penalty
-            with as_written():
-                act(bare(called), self._inputs[called], control)
-        finally:
-            self._is_kss_pass = False
+        act = self._hold_in_band if self.kss.options.coupling == "trust_region" else self._apply_penalty
+        with self._kss_pass():
+            act(bare(called), self._inputs[called], control)
         # Updated only here, because all passes of one step have to use the same examples.
         self._states_per_example = self._last_states_per_example
+
+    @property
+    def _called(self) -> nn.Module | None:
+        """The module that the loop has called; None if it has called none since the last update."""
+        return next((module for module in self._entrances if module in self._inputs), None)
+
+    @contextmanager
+    def _kss_pass(self) -> Iterator[None]:
+        self._is_kss_pass = True
+        try:
+            with as_written():
+                yield
+        finally:
+            self._is_kss_pass = False
 
     @torch.enable_grad()  # SAM disables gradients in its steps
     def _apply_penalty(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
         """Measure the chosen layers and apply the gradient of their penalty."""
-        moments = self._moments_of_layers(model, inputs, control)
-        found, _ = layer_penalties(list(moments.values()), self.kss.options.penalty, gamma=control.gamma)
-        measured = dict(zip(moments, found, strict=True))
+        stacks = self._moments_of_layers(model, inputs, control)
+        measured = complete(layer_penalties(stacks, self.kss.options.penalty, gamma=control.gamma))
         values = {i: layer.value for i, layer in measured.items() if layer.value is not None}
-        acting = {i: value for i, value in values.items() if value.requires_grad}
-        penalties = [float(value.detach().numpy()) for value in values.values()]  # they are on the host
+        # The mean is over all measured layers, so that skipping a layer does not increase the weight of the others.
+        weight = 1 / len(measured)
+        slopes = {i: weight * layer.slopes for i, layer in measured.items() if layer.slopes is not None}
         skipped = {i: layer.reason for i, layer in measured.items() if layer.reason}
-        skipped |= dict.fromkeys(values.keys() - acting.keys(), NO_GRADIENT)
+        skipped |= dict.fromkeys(values.keys() - slopes.keys(), NO_GRADIENT)
         gradients = None
-        if acting:
-            # The mean is over all measured layers, so that skipping a layer does not increase the weight of the others.
-            total = reduce(torch.add, acting.values()) / len(measured)
-            gradients = self._gradients(total)
+        if slopes:
+            gradients = self._gradients([pair for stack in stacks for pair in stack.gradients(slopes)])
             if gradients is None:
-                skipped |= dict.fromkeys(acting, GRADIENT_NOT_FINITE)
+                skipped |= dict.fromkeys(slopes, GRADIENT_NOT_FINITE)
             else:
-                self._apply_gradients(control, float(total.detach().numpy()), gradients)
+                self._apply_gradients(control, weight * sum(values[i] for i in slopes), gradients)
         for reason in skipped.values():
             self.n_skipped[reason] = self.n_skipped.get(reason, 0) + 1
         self.last = self._record(
             control,
             measured,
             layers=tuple(measured),
-            penalty=float(np.mean(penalties)) if penalties else math.nan,
+            penalty=float(np.mean([*values.values()])) if values else math.nan,
             skipped=skipped,
-            n_acting=len(acting) if gradients is not None else 0,
+            n_acting=len(slopes) if gradients is not None else 0,
         )
 
     def _record(self, control: ControlValues, measured: Mapping[int, LayerPenalty], **fields: Any) -> Shaping:
@@ -356,10 +366,19 @@ class Shaper(Callback):
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * self._update_size
-        if control.is_due(self.step):
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            # The buffers are reused, as allocating new memory costs more than the copy.
-            self._parameters_before = {p: self._buffers.setdefault(p, torch.empty_like(p)).copy_(p) for p in parameters}
+        if not control.is_due(self.step):
+            return
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if [*map(id, parameters)] != [*map(id, self._parameters)]:
+            # The copies are reused, as allocating new memory costs more than copying.
+            self._parameters, self._copies = parameters, [torch.empty_like(p) for p in parameters]
+        torch._foreach_copy_(self._copies, self._parameters)
+        # Where the last update ended above the band, this one is likely to; the parameters need not be restored to
+        # measure those before the update, and the host waits for the device once for both.
+        if self._was_outside and (called := self._called) is not None:
+            with self._kss_pass():
+                begun = self._measurement(bare(called), self._inputs[called], control, has_spectra=not self._is_on_gain)
+                self._begun = self._inputs[called], begun, [*next(begun)]
 
     def _restore_rates(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
@@ -368,44 +387,52 @@ class Shaper(Callback):
 
     def _end_update(self) -> None:
         self._restore_rates()
-        self._parameters_before = {}
+        self._begun = None
 
     @torch.no_grad()
     def _hold_in_band(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
         """Undo the update if it moved a layer out of the band of the trust region."""
         region = self.kss.options.trust_region
-        moments = self._moments_of_layers(model, inputs, control)
         # The gain needs no eigenvalues. They are then only recorded, and therefore taken less often.
-        has_spectra = region.measure == "spectral_radius" or self.step % (SPECTRA_EVERY * control.interval) == 0
-        spectra, after = self._spectra_and_measure(moments, control, moments if has_spectra else {})
-        layers, violated = tuple(moments), []
-        if region.outside(after):
-            updated = {p: p.detach().clone() for p in self._parameters_before}
-            _restore(self._parameters_before)
-            moments = self._moments_of_layers(model, inputs, control)
-            violated = region.violated(self._spectra_and_measure(moments, control, {})[1], after)
-            if not violated:
-                _restore(updated)
-        self.last = self._record(control, spectra, layers=layers, n_acting=len(violated), update_size=self._update_size)
+        has_spectra = not self._is_on_gain or self.step % (SPECTRA_EVERY * control.interval) == 0
+        begun = self._begun if self._begun is not None and self._begun[0] is inputs else None
+        measurement = self._measurement(model, inputs, control, has_spectra=has_spectra)
+        tensors = [*next(measurement)]
+        values = read_arrays([*tensors, *(begun[2] if begun is not None else ())])
+        found = finish(measurement, values[: len(tensors)])
+        after = {i: getattr(layer, region.measure) for i, layer in found.items()}
+        violated: list[int] = []
+        self._was_outside = bool(region.outside(after))
+        if self._was_outside:
+            if begun is not None:
+                found_before, updated = finish(begun[1], values[len(tensors) :]), None
+            else:
+                updated = [p.clone() for p in self._parameters]
+                torch._foreach_copy_(self._parameters, self._copies)
+                found_before = complete(self._measurement(model, inputs, control, has_spectra=not self._is_on_gain))
+            before = {i: getattr(layer, region.measure) for i, layer in found_before.items()}
+            violated = region.violated(before, after)
+            if updated is None and violated:
+                torch._foreach_copy_(self._parameters, self._copies)
+            elif updated is not None and not violated:
+                torch._foreach_copy_(self._parameters, updated)
+        self.last = self._record(
+            control, found, layers=tuple(found), n_acting=len(violated), update_size=self._update_size
+        )
         self._update_size = region.next_size(self._update_size, control.strength, is_undone=bool(violated))
 
-    def _spectra_and_measure(
-        self, moments: Mapping[int, SnapshotMoments], control: ControlValues, of_spectra: Mapping[int, SnapshotMoments]
-    ) -> tuple[dict[int, LayerPenalty], dict[int, float]]:
-        """Return the spectra of some layers, and the measure of the trust region for each layer (NaN if undefined).
+    @property
+    def _is_on_gain(self) -> bool:
+        return self.kss.options.trust_region.measure == "energy_gain"
 
-        The host waits for the device only once.
-        """
-        shape, is_gain = self.kss.options.penalty, self.kss.options.trust_region.measure == "energy_gain"
-        solved = of_spectra if is_gain else moments
-        terms = gain_terms(moments) if is_gain else []
-        found, numbers = layer_penalties(list(solved.values()), shape, gamma=control.gamma, also=terms)
-        spectra = dict(zip(solved, found, strict=True))
-        measure = gains_of(moments, numbers) if is_gain else {i: s.spectral_radius for i, s in spectra.items()}
-        return {i: spectrum for i, spectrum in spectra.items() if i in of_spectra}, measure
+    def _measurement(
+        self, model: nn.Module, inputs: Any, control: ControlValues, *, has_spectra: bool
+    ) -> Measurement[dict[int, LayerPenalty]]:
+        stacks = self._moments_of_layers(model, inputs, control)
+        return layer_penalties(stacks, self.kss.options.penalty, gamma=control.gamma, has_spectra=has_spectra)
 
-    def _moments_of_layers(self, model: nn.Module, inputs: Any, control: ControlValues) -> dict[int, SnapshotMoments]:
-        """Pass some examples of the batch through the model, and return the moments of each chosen layer.
+    def _moments_of_layers(self, model: nn.Module, inputs: Any, control: ControlValues) -> list[StackedMoments]:
+        """Pass some examples of the batch through the model, and return the moments of the chosen layers.
 
         All calls within a step use the same examples, tokens and layers.
         """
@@ -445,26 +472,15 @@ class Shaper(Callback):
         ):
             call_model(model, inputs)
         self._last_states_per_example = watcher.leading.numel() / count_examples(inputs, layout.inputs or 0)
-        return {i: self._moments(anatomy, i, *states[i]) for i in layers}
+        return _stacked({i: states[i] for i in layers}, is_shared=self._is_shared)
 
-    def _moments(self, anatomy: Anatomy, layer: int, x: Tensor, y: Tensor) -> SnapshotMoments:
-        """Return the moments of the states of all ranks."""
-        moments = empty_moments(anatomy, layer, x)
-        is_usable = len(x) > 0
-        try:
-            moments.update(x, y, check_finite=False)  # values that are not finite show in the penalty and in the gain
-        except SnapshotError:
-            is_usable = False
-        if not is_usable:  # the penalty then states the reason, on every rank
-            moments = SnapshotMoments.filled_with_nan(moments.n_features, device=moments.mean_x.device)
-        return moments.all_reduce() if self._is_shared else moments
-
-    def _gradients(self, total: Tensor) -> dict[nn.Parameter, Tensor] | None:
-        """Return the gradient of the penalty in the parameters of the optimizer; None if it is not finite."""
+    def _gradients(self, of_states: Sequence[tuple[Tensor, Tensor]]) -> dict[nn.Parameter, Tensor] | None:
+        """Return the gradient in the parameters of the optimizer, from that in states; None if it is not finite."""
+        states, in_states = zip(*of_states, strict=True)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         try:
             with eval_mode(self.model):  # blocks that recompute their forward pass have to repeat the one of KSS
-                found: Sequence[Tensor | None] = torch.autograd.grad(total, parameters, allow_unused=True)
+                found: Sequence[Tensor | None] = torch.autograd.grad(states, parameters, in_states, allow_unused=True)
         except RuntimeError as error:
             if "checkpoint" in str(error):
                 raise _recomputation_error(self.model) from error
@@ -482,10 +498,11 @@ class Shaper(Callback):
         if coupling == "gradient":
             # A fused optimizer receives scaled gradients and unscales them itself.
             scale = getattr(self.optimizer, "grad_scale", None)
-            for parameter, gradient in gradients.items():
+            for parameter in gradients:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                parameter.grad.add_(gradient if scale is None else gradient * scale, alpha=control.strength)
+            given = [*gradients.values()] if scale is None else torch._foreach_mul([*gradients.values()], scale)
+            torch._foreach_add_([p.grad for p in gradients], given, alpha=control.strength)
             return
         rates = {parameter: group["lr"] for group in self.optimizer.param_groups for parameter in group["params"]}
         if coupling == "projection":
@@ -496,9 +513,21 @@ class Shaper(Callback):
             parameter.add_(gradient, alpha=-control.strength * size)
 
 
-def _restore(values: Mapping[nn.Parameter, Tensor]) -> None:
-    for parameter, value in values.items():
-        parameter.copy_(value)
+def _stacked(states: Mapping[int, tuple[Tensor, Tensor]], *, is_shared: bool) -> list[StackedMoments]:
+    """Return the moments of layers, together for those of one kind.
+
+    Layers without states, or whose states cannot be compared, are NaN: the penalty then states the reason, on all
+    ranks.
+    """
+    kinds: dict[Any, dict[int, tuple[Tensor, Tensor]]] = {}
+    for i, (x, y) in states.items():
+        is_usable = x.shape == y.shape and x.is_floating_point() and y.is_floating_point()
+        # The number of states differs between ranks, which have to send the same messages.
+        kind = is_usable, x.shape[1:], x.dtype, y.dtype, x.device, y.device
+        if not (is_usable and len(x)):
+            x = y = torch.full((1, x.shape[-1]), math.nan, device=x.device)
+        kinds.setdefault(kind, {})[i] = x, y
+    return [StackedMoments(each, is_shared=is_shared) for each in kinds.values()]
 
 
 def _residual_blocks(model: nn.Module, inputs: Any) -> Anatomy:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from workbench.option_checks import checked
 from workbench.option_kinds import Fraction, NonNegativeFloat, at_least, one_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from workbench.koopman.moments import SnapshotMoments
 
 MEASURES = ("energy_gain", "spectral_radius")
 
@@ -60,21 +55,3 @@ class TrustRegion:
     def next_size(self, size: float, strength: float, *, is_undone: bool) -> float:
         """Return the size of the next update, as a fraction of the optimizer's update."""
         return max(self.smallest, size / (1 + strength)) if is_undone else min(1.0, size * self.recovery)
-
-
-def gain_terms(moments: Mapping[int, SnapshotMoments]) -> list[Tensor]:
-    """Return the terms from which `gains_of` computes the gains, as tensors on the device.
-
-    These are E|x|^2 of each layer, followed by E|y|^2 - E|x|^2 of each layer.
-    """
-    energy = [layer.c_xx.detach().diagonal().sum() for layer in moments.values()]
-    growth = [(2 * layer.c_dx.detach().diagonal() + layer.c_dd.detach().diagonal()).sum() for layer in moments.values()]
-    return [*energy, *growth]
-
-
-def gains_of(layers: Collection[int], terms: Sequence[float]) -> dict[int, float]:
-    """Return the gain of each layer from the values of `gain_terms`."""
-    gains = {}
-    for layer, energy, growth in zip(layers, terms[: len(layers)], terms[len(layers) :], strict=True):
-        gains[layer] = math.sqrt(max(energy + growth, 0.0) / energy) if energy > 0 else math.nan
-    return gains
