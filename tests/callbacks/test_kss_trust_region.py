@@ -1,9 +1,11 @@
+import dataclasses
 import math
 
 import pytest
 import torch
 
 import workbench as wb
+from tests.small_training import same_weights
 from workbench.callbacks.kss import TrustRegion
 from workbench.callbacks.kss.penalty import PenaltyShape, layer_penalties
 from workbench.koopman.stacked import StackedMoments
@@ -111,3 +113,28 @@ def test_the_learning_rate_is_restored_after_an_update_that_raises(no_norm, reca
         with pytest.raises(RuntimeError, match="closure failed"):
             optimizer.step(lambda: (_ for _ in ()).throw(RuntimeError("closure failed")))
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("highest", [0.0, 1.4])
+def test_the_measurement_before_the_update_may_begin_early(no_norm, recall, highest):
+    """Where the last update ended above the band, both measurements are read together; nothing else changes."""
+    region = TrustRegion(highest=highest, rise=0.02)
+
+    def trained(is_early):
+        model, records = no_norm(), []
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        options = dataclasses.replace(wb.KSS.recommended().options, trust_region=region)
+        with wb.KSS.recommended(options=options).attach(model, optimizer) as shaper:
+            for i in range(12):
+                tokens, targets = recall.batch(i)
+                optimizer.zero_grad()
+                token_loss(model(tokens), targets).backward()
+                shaper._was_outside &= is_early
+                optimizer.step()
+                records.append((shaper.last.n_acting, shaper.last.update_size, shaper.last.spectral_radius))
+        return model, records
+
+    (one, found), (other, expected) = trained(True), trained(False)
+    assert repr(found) == repr(expected)
+    assert {n > 0 for n, *_ in found} == {True, False}
+    assert same_weights(one, other)

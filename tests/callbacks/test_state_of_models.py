@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter, OrderedDict, deque
 from functools import partial
@@ -14,7 +15,7 @@ from torch import nn
 
 import workbench as wb
 from tests.callbacks.test_recorder import adam, dense, events_of, loss_of, task  # noqa: F401
-from workbench.models.probing import undisturbed
+from workbench.models.probing import RepeatedPasses, undisturbed
 
 TOTALS = {"n": 0}
 n_calls = 0
@@ -169,3 +170,63 @@ def test_state_is_restored_if_a_pass_raises():
     with pytest.raises(RuntimeError, match="stopped"):
         stopped_pass()
     assert (model.helper.k, model.helper.values.tolist(), model.helper.kept.tolist()) == (0, [0, 0], [0, 0])
+
+
+class Keeping(nn.Module):
+    """A linear map that changes a state in each pass."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.linear, self.change, self.k, self.found = nn.Linear(3, 3), change, 0, []
+        self.register_buffer("n", torch.zeros(()))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        self.change(self)
+        return self.norm(self.linear(x)) * torch.ones(())
+
+    @property
+    def state(self):
+        return self.k, len(self.found), float(self.n), [*vars(self)], torch.get_rng_state().tolist()
+
+
+def is_guarded():
+    return torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "attribute": lambda m: setattr(m, "k", m.k + 1),
+        "new attribute": lambda m: setattr(m, "last", 1),
+        "list": lambda m: m.found.append(1),
+        "buffer": lambda m: m.n.add_(1),
+        "random numbers": lambda m: torch.rand(()),
+        "python's random numbers": lambda m: random.random(),
+        "numpy's random numbers": lambda m: np.random.rand(),  # noqa: NPY002
+    }.values(),
+)
+def test_repeated_passes_of_a_model_that_keeps_state_are_always_guarded(change):
+    model = Keeping(change)
+    passes, before, states = RepeatedPasses(model), model.state, []
+    for _ in range(3):
+        with passes.undisturbed():
+            assert is_guarded()
+            model(torch.ones(2, 3))
+        states.append(model.state)
+    assert states == [before] * 3
+
+
+def test_repeated_passes_of_other_models_are_guarded_now_and_then():
+    model, guarded = Keeping(lambda m: None), []
+    model.norm.eval()
+    modes, before = [part.training for part in model.modules()], copy.deepcopy(model.state_dict())
+    passes = RepeatedPasses(model)
+    for _ in range(102):
+        with passes.undisturbed():
+            guarded.append(is_guarded())
+            assert not any(part.training for part in model.modules())
+            assert not model(torch.ones(2, 3)).requires_grad
+        assert [part.training for part in model.modules()] == modes
+    assert [i for i, is_one in enumerate(guarded) if is_one] == [0, 100]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

@@ -185,8 +185,11 @@ def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
     if isinstance(moments, SnapshotSketch):
         traces = moments.total_variance()
     else:
-        states, updates = moments.c_xx.detach().diagonal().sum(), moments.c_dd.detach().diagonal().sum()
-        traces = states, updates, moments.mean_x.detach().square().sum()
+        traces = (
+            moments.c_xx.detach().diagonal().sum(),
+            moments.c_dd.detach().diagonal().sum(),
+            moments.mean_x.detach().square().sum(),
+        )
     trace, updates, squared_mean = (float(each) for each in traces)
     # A covariance is finite where its diagonal is. LAPACK may hang or crash the process on other values.
     if not (np.isfinite(trace) and np.isfinite(updates)):

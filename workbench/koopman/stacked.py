@@ -54,10 +54,10 @@ class StackedMoments:
             mean = mean / n
         self._n_less_one, self._x, self._d = n - 1, x - mean[0], d - mean[1]
         with torch.no_grad():
-            pairs = ((self._x, self._x), (self._d, self._x), (self._d, self._d))
-            traces = self._summed(torch.stack([torch.einsum("lnf,lnf->l", *pair) for pair in pairs], 1))
-            ends = [mean[0].square().sum(2), torch.ones_like(traces[:, :1]) * n]
-            self.facts = torch.cat([traces / self._n_less_one, *ends], 1)
+            flat = torch.stack([self._x.flatten(1), self._d.flatten(1)], 1)
+            gram = self._summed(flat @ flat.mT) / self._n_less_one
+            ends = [mean[0].square().sum(2), torch.ones_like(gram[:, 0, :1]) * n]
+            self.facts = torch.cat([gram[:, 0], gram[:, 1, 1:], *ends], 1)
 
     def _summed(self, tensor: Tensor) -> Tensor:
         """Return the sum of a tensor over all ranks; it has the gradient of the part of this rank."""

@@ -234,6 +234,7 @@ class StreamWatcher(BlockHooks):
         self.batch, self.leading = batch, torch.Size()
         self._chosen: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
+        self._last: tuple[Tensor, int, Tensor] | None = None
 
     def on_enter(self, call: BlockCall) -> None:
         """Keep the states that enter until the block has run."""
@@ -259,7 +260,10 @@ class StreamWatcher(BlockHooks):
 
     def _chosen_of(self, state: Tensor, site: Site) -> Tensor:
         """Return a copy of the chosen states, shape (snapshot, feature); the block may overwrite its input."""
-        return state.flatten(0, -2)[self.choose(state, site)]
+        # The state that leaves a block usually enters the next one unchanged.
+        if self._last is None or self._last[0] is not state or self._last[1] != state._version:
+            self._last = state, state._version, state.flatten(0, -2)[self.choose(state, site)]
+        return self._last[2]
 
 
 _FOLDER = "unfinished-profiles"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 import sys
 from collections import OrderedDict, deque
@@ -55,10 +56,9 @@ class KeptState:
                 self._seen[id(value)] = value  # alive, so that its id is not used again
                 self._keep(value)
 
-    def restore(self) -> None:
-        """Restore all that has changed."""
-        for restore in reversed(self._restore):
-            restore()
+    def restore(self) -> bool:
+        """Restore all that has changed; return whether anything has, or may have."""
+        return sum(restore() is not False for restore in reversed(self._restore)) > 0
 
     def keep_names(self, owner: Any, names: Iterable[str]) -> None:
         """Keep what some names refer to: keys of a dictionary, or attributes of a class or of a variable."""
@@ -70,10 +70,11 @@ class KeptState:
             if (held := _held(value)) is not value:
                 put(name, held)
 
-        def restore() -> None:
-            for name, value in before.items():
-                if get(name, _MISSING) is not value:
-                    put(name, value)
+        def restore() -> bool:
+            changed = [(name, value) for name, value in before.items() if get(name, _MISSING) is not value]
+            for name, value in changed:
+                put(name, value)
+            return bool(changed)
 
         self._restore.append(restore)
 
@@ -126,16 +127,18 @@ class KeptState:
         for place, held in [(place, held) for place, item in places if (held := _held(item)) is not item]:
             value[place] = held
 
-        def restore() -> None:
+        def restore() -> bool:
             now = read()
             flat_now, flat_then = (list(chain(*each)) if is_table else each for each in (now, then))
-            if len(now) != len(then) or any(a is not b for a, b in zip(flat_now, flat_then, strict=True)):
+            has_changed = len(now) != len(then) or any(a is not b for a, b in zip(flat_now, flat_then, strict=True))
+            if has_changed:
                 value.clear()
                 for item in then:  # subclasses, such as a Counter, update differently
                     if is_table:
                         value[item[0]] = item[1]
                     else:
                         (value.add if isinstance(value, set) else value.append)(item)
+            return has_changed
 
         self._restore.append(restore)
 
@@ -189,40 +192,99 @@ RUN_OVERRIDES: dict[str, dict[str, Any]] = {
 HookRequest = tuple[nn.Module, Callable[..., Any], bool]
 
 
+class Effects:
+    """What passes within `undisturbed` have done: whether they have changed, or may have changed, any state."""
+
+    has_changed = False
+
+
 @contextmanager
-def undisturbed(model: nn.Module) -> Iterator[None]:
+def undisturbed(model: nn.Module) -> Iterator[Effects]:
     """Run forward passes in eval mode without gradients; restore the model and all random states afterwards.
 
     Tensors that a forward pass writes to are copied just before the first write (some models rescale their weights in
     place on the first call in eval mode). Attributes, replaced buffers and other state are restored, see `KeptState`.
     Hooks of the model remain active.
     """
+    effects = Effects()
     with ExitStack() as stack:
         stack.enter_context(as_written())
-        stack.enter_context(_restored_random_state())
-        tensors = stack.enter_context(_restored_attributes(model))
+        stack.enter_context(_restored_random_state(effects))
+        tensors = stack.enter_context(_restored_attributes(model, effects))
         stack.enter_context(config_options(family_options(model)))
-        # nn.TransformerEncoder has a fused kernel, which bypasses hooks and projections.
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
-        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(_without_fast_path())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_WriteGuard([*model.parameters(), *model.buffers(), *tensors]))
-        for module in model.modules():
-            module.training = False
+        stack.enter_context(_WriteGuard([*model.parameters(), *model.buffers(), *tensors], effects))
+        stack.enter_context(eval_mode(model))
+        yield effects
+
+
+class RepeatedPasses:
+    """Passes of one model in every step of its training, undisturbed at a lower cost.
+
+    Most models keep no state in a pass. Once a pass has changed nothing, only one of a hundred passes is guarded, which
+    takes several times as long as the pass itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._options = model, family_options(model)
+        self._n_passes, self._has_changed = 0, True
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Run one pass as in `undisturbed`."""
+        is_guarded = self._has_changed or self._n_passes % 100 == 0
+        self._n_passes += 1
+        with ExitStack() as stack:
+            if is_guarded:
+                self._has_changed = True  # also if the pass fails
+                effects = stack.enter_context(undisturbed(self.model))
+            else:
+                for context in (config_options(self._options), _without_fast_path(), torch.no_grad()):
+                    stack.enter_context(context)
+                stack.enter_context(eval_mode(self.model))
+            yield
+        if is_guarded:
+            self._has_changed = effects.has_changed
+
+
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Disable the fused kernel of nn.TransformerEncoder, which bypasses hooks and projections."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
         yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """Return all modules of a model, those that it holds several times too, in a sixth of the time of `modules()`."""
+    parts = [model]
+    for part in parts:  # which grows
+        if part._modules:
+            parts += filter(None, part._modules.values())
+    return parts
 
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put every module in eval mode; restore the modes afterwards."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
+    training = [module for module in parts_of(model) if module.training]
+    _set_modes(training, is_training=False)
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        _set_modes(training, is_training=True)
+
+
+def _set_modes(modules: Iterable[nn.Module], *, is_training: bool) -> None:
+    for module in modules:
+        if "training" in (own := vars(module)):  # as `nn.Module` sets it, without its search for parameters
+            own["training"] = is_training
+        else:
+            module.training = is_training
 
 
 @contextmanager
@@ -274,20 +336,29 @@ def watch(requests: Iterable[HookRequest]) -> Iterator[None]:
 
 
 @contextmanager
-def _restored_random_state() -> Iterator[None]:
-    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002 (the legacy state is the global one)
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
-    mps = torch.mps.get_rng_state() if torch.backends.mps.is_available() else None
+def _restored_random_state(effects: Effects) -> Iterator[None]:
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), _torch_states()  # noqa: NPY002
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        if mps is not None:
-            torch.mps.set_rng_state(mps)
+        pairs = [pair for name, before in of_torch.items() for pair in zip(before, _torch_states()[name], strict=True)]
+        are_same = random.getstate() == of_python and all(torch.equal(*pair) for pair in pairs)
+        effects.has_changed |= not (are_same and pickle.dumps(np.random.get_state()) == pickle.dumps(of_numpy))  # noqa: NPY002
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        torch.set_rng_state(of_torch["cpu"][0])
+        if of_torch["cuda"]:
+            torch.cuda.set_rng_state_all(of_torch["cuda"])
+        if of_torch["mps"]:
+            torch.mps.set_rng_state(of_torch["mps"][0])
+
+
+def _torch_states() -> dict[str, list[Tensor]]:
+    return {
+        "cpu": [torch.get_rng_state()],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "mps": [torch.mps.get_rng_state()] if torch.backends.mps.is_available() else [],
+    }
 
 
 #: Tables of nn.Module that hold children, parameters and hooks, as opposed to ordinary attributes.
@@ -301,7 +372,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 @contextmanager
-def _restored_attributes(model: nn.Module) -> Iterator[list[Tensor]]:
+def _restored_attributes(model: nn.Module, effects: Effects) -> Iterator[list[Tensor]]:
     """Restore attributes, hooks, children, the identity of buffers, and what the model's code refers to.
 
     Yield tensors that are neither parameters nor buffers, whose values are not restored.
@@ -321,15 +392,17 @@ def _restored_attributes(model: nn.Module) -> Iterator[list[Tensor]]:
     try:
         yield kept.tensors
     finally:
-        kept.restore()
+        effects.has_changed |= kept.restore()
         for module, attributes, tables in before:
             for name in _plain_attributes(module).keys() - attributes.keys():
                 module.__dict__.pop(name)
+                effects.has_changed = True
             for name, table in tables.items():
                 now = module.__dict__[name]
                 if now.keys() != table.keys() or any(now[key] is not table[key] for key in table):
                     now.clear()
                     now.update(table)
+                    effects.has_changed = True
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
@@ -352,8 +425,9 @@ class _WriteGuard(TorchDispatchMode):
     #: flex_attention is a higher-order operator, which torch otherwise does not run in a dispatch mode.
     supports_higher_order_operators = True
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], effects: Effects) -> None:
         super().__init__()
+        self._effects = effects
         self._owners: dict[int, list[Tensor]] = {}
         self._copies: list[tuple[Tensor, Tensor]] = []
         for tensor in tensors:
@@ -378,6 +452,7 @@ class _WriteGuard(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
+        self._effects.has_changed |= bool(self._copies)
         with torch.no_grad():
             for tensor, copy in self._copies:
                 tensor.copy_(copy)

@@ -32,7 +32,7 @@ from workbench.models.calling import (
     named_arguments,
 )
 from workbench.models.capture import StreamWatcher
-from workbench.models.probing import eval_mode, undisturbed, watch
+from workbench.models.probing import RepeatedPasses, eval_mode, watch
 from workbench.models.readable_weights import Measurement, complete, finish, read_arrays, read_numbers
 from workbench.models.residual_check import require_residuals
 from workbench.training.callback import Callback, TrainingRun
@@ -112,7 +112,7 @@ class Shaper(Callback):
         self._entrances: tuple[nn.Module, ...] = ()
         self._inputs: dict[nn.Module, Any] = {}
         self._rates: list[Any] = []
-        self._parameters: list[nn.Parameter] = []  # those that are copied before the update, and the copies
+        self._parameters: list[Tensor] = []  # those that are copied before the update, and the copies
         self._copies: list[Tensor] = []
         #: Inputs, and the measurement before the update that has begun on them, with its tensors.
         self._begun: tuple[Any, Measurement[dict[int, LayerPenalty]], list[Tensor]] | None = None
@@ -126,6 +126,7 @@ class Shaper(Callback):
         self.n_skipped: dict[str, int] = {}
         self._measured: Shaping | None = None  # the last record with a measurement
         self._anatomy: Anatomy | None = None
+        self._passes: RepeatedPasses | None = None
         self._states_per_example = self._last_states_per_example = 0.0
         self._control: ControlValues | None = None
         self._control_before: ControlValues | None = None
@@ -163,7 +164,7 @@ class Shaper(Callback):
         self._inputs.clear()
         self._end_update()
         self._parameters, self._copies = [], []
-        self._anatomy, self._entrances = None, ()
+        self._anatomy, self._passes, self._entrances = None, None, ()
         del self.model, self.optimizer
 
     def describe(self) -> Mapping[str, Any]:
@@ -368,7 +369,7 @@ class Shaper(Callback):
             group["lr"] = group["lr"] * self._update_size
         if not control.is_due(self.step):
             return
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
         if [*map(id, parameters)] != [*map(id, self._parameters)]:
             # The copies are reused, as allocating new memory costs more than copying.
             self._parameters, self._copies = parameters, [torch.empty_like(p) for p in parameters]
@@ -442,6 +443,8 @@ class Shaper(Callback):
         # differ draw the same layers.
         random = np.random.default_rng([options.seed % 2**64, self.step])
         anatomy = self._anatomy = _residual_blocks(model, inputs) if self._anatomy is None else self._anatomy
+        if self._passes is None or self._passes.model is not model:
+            self._passes = RepeatedPasses(model)
         layout = anatomy.layout
         layers = _draw_layers(control, len(anatomy.sites), random)
         if layout.can_split:
@@ -465,7 +468,7 @@ class Shaper(Callback):
         watcher.begin(inputs)
         device = next(self.model.parameters()).device.type
         with (
-            undisturbed(model),
+            self._passes.undisturbed(),
             watch(watcher.hooks()),
             torch.set_grad_enabled(has_gradient),
             torch.autocast(device, enabled=False),
@@ -498,11 +501,11 @@ class Shaper(Callback):
         if coupling == "gradient":
             # A fused optimizer receives scaled gradients and unscales them itself.
             scale = getattr(self.optimizer, "grad_scale", None)
-            for parameter in gradients:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
             given = [*gradients.values()] if scale is None else torch._foreach_mul([*gradients.values()], scale)
-            torch._foreach_add_([p.grad for p in gradients], given, alpha=control.strength)
+            sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in gradients]
+            torch._foreach_add_(sums, given, alpha=control.strength)
+            for parameter, total in zip(gradients, sums, strict=True):
+                parameter.grad = total
             return
         rates = {parameter: group["lr"] for group in self.optimizer.param_groups for parameter in group["params"]}
         if coupling == "projection":
