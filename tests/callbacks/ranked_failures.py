@@ -95,7 +95,7 @@ def little_memory(rank, step, blocks):
 def methods(rank, step, blocks):
     if rank == 1 and step == 2:
         raising(UpdateCollector, "_read_sums")
-        raising(GradientProjections, "_project_own")
+        raising(GradientProjections, "_received")
 
 
 def alone(rank, folder):

@@ -13,9 +13,11 @@ import transformers
 import workbench as wb
 from tests.callbacks.test_recorder import adam, dense, gpt2_with_dropout, loss_of, moe, of_part, recorder_with, task  # noqa: F401
 from tests.launches import launched
-from workbench.callbacks.recorder.probes import QueryKeyWindow
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
+from workbench.callbacks.recorder.probes import QueryKeyWindow, ReductionCollector
 from workbench.io.run_output import RecordingWarning
 from workbench.models.readable_weights import complete
+from workbench.probes.gradient_agreement import GradientVerdict
 
 PROBES = {"precision": 2, "reduction": 2, "update": 2}
 
@@ -91,6 +93,23 @@ def test_gradients_that_differ_from_the_computed_ones(name, task):  # noqa: F811
     assert found.cause == cause
     assert len(found.probability) == (3 if name == "stale" else 1)  # without earlier steps it may be another fault
     assert sum(found.probability.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("number", [0, 31, 32, 69])
+def test_a_fault_in_one_of_many_parameters_is_found_in_its_turn_and_then_each_time(number):
+    weights = torch.nn.ParameterList([torch.full((3, 4), 1.0 + i) for i in range(70)])
+    collector = ReductionCollector(JointOptimizer([torch.optim.SGD(weights.parameters())]), weights)
+    verdicts = []
+    for _ in range(7):
+        weights.zero_grad()
+        collector.arm()
+        sum(weight.pow(3).sum() for weight in weights).backward()
+        weights[number].grad.zero_()
+        collector.take()
+        verdicts.append(int(collector.values()["gradient_verdict"]))
+        assert collector.values()["wrong_parameters"] == pytest.approx(verdicts[-1] and 1 / 24, rel=0.05)
+    missing = GradientVerdict.PARAMETERS_MISSING.severity
+    assert verdicts == [0] * (number % 3) + [missing] * (7 - number % 3)  # 70 parameters take three turns
 
 
 @pytest.mark.parametrize("name", ["clip_norm", "accumulated", "clipped by value", "autocast"])

@@ -15,9 +15,10 @@ from workbench.errors import OptionError
 from workbench.probes.gradient_agreement import GradientVerdict as Verdict
 from workbench.probes.gradient_agreement import ProjectedGradients
 from workbench.probes.gradient_comparison import compare_gradients
-from workbench.probes.gradient_projections import project
+from workbench.probes.gradient_projections import project, random_signs
 
 SIZES = (200, 64, 1, 30, 2, 500, 16, 8)
+SIGNS = random_signs(0)
 
 
 def gradients(n_ranks, seed=0, *, sizes=SIZES, dtype=torch.float32, signal=1.0, least=-9):
@@ -46,7 +47,7 @@ def added(ranks):
 
 
 def projected(tensors):
-    return np.stack([project(tensor, number).numpy() for number, tensor in enumerate(tensors)])
+    return np.concatenate([project(tensor[None], SIGNS[:, : len(tensor)]).numpy() for tensor in tensors])
 
 
 def step(ranks, received, *, on_rank=None, passes=None):

@@ -1,21 +1,32 @@
 """Gradients of real backward passes in one process; test_reduction.py uses two."""
 
-import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import workbench as wb
 from tests.about import says
+from tests.launches import Launches
 from tests.small_training import SMALL, same_weights
 from workbench.errors import OptionError
+from workbench.models.readable_weights import read_arrays
 from workbench.probes.gradient_agreement import GradientVerdict as Verdict
 from workbench.probes.gradient_comparison import compare_gradients
-from workbench.probes.gradient_projections import N_PROJECTIONS, GradientProjections, project
+from workbench.probes.gradient_projections import (
+    N_ENTRIES,
+    N_PROJECTIONS,
+    GradientProjections,
+    Places,
+    entries_of,
+    project,
+    random_signs,
+)
 from workbench.training.callback import Callback
 
 
@@ -44,28 +55,55 @@ def one_pass(model):
 # Projections
 
 
-@pytest.mark.parametrize("shape", [(7,), (3, 5), ()])
+def projected(tensor, turn=0, seed=3, row=0, whole=None):
+    """Return the projections of a tensor, or of the rows of a larger one from ``row`` on, and their norm."""
+    places = Places.of(tensor if whole is None else whole, turn).after(row * math.prod(tensor.shape[1:]))
+    entries = entries_of(tensor, places).flatten()
+    signs = random_signs(seed)[:, places.n_before : places.n_before + len(entries)]
+    return project(entries[None], signs)[0]
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (), (0, 4)])
 def test_a_projection_is_a_sum_with_random_signs(shape):
     n = math.prod(shape)
-    signs = torch.stack([project(row.view(shape), 3)[:-1] for row in torch.eye(n)])
+    signs = torch.stack([projected(row.view(shape))[:-1] for row in torch.eye(n)]) if n else torch.zeros(0, 8)
     assert signs.abs().eq(1).all()
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = project(gradient, 3)
-    assert found[:-1] == pytest.approx(gradient.double().flatten() @ signs)
+    found = projected(gradient)
+    assert found[:-1] == pytest.approx(gradient.double().flatten() @ signs.double())
     assert found[-1] == pytest.approx(gradient.norm().item())
 
 
-@pytest.mark.parametrize("n", [30, 2**17 + 100])
-def test_projections_of_parts_sum_to_that_of_the_full_tensor(n):
-    whole = torch.randn(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    cuts = [0, 7, 7, n // 2 + 1, n]
-    parts = [project(whole[start:stop], 3, start=start, n_total=n) for start, stop in itertools.pairwise(cuts)]
-    torch.testing.assert_close(sum(part[:-1] for part in parts), project(whole, 3)[:-1])
-    torch.testing.assert_close(sum(part[-1] ** 2 for part in parts), project(whole, 3)[-1] ** 2)
+SHAPES = st.sampled_from([(7,), (100, 64), (3000, 48), (257, 33), (5, 4096), (20_000,), (70, 3, 40), (65, 1024)])
+
+
+@given(shape=SHAPES, turn=st.integers(0, 1000), n_ranks=st.integers(1, 9))
+@settings(deadline=None, max_examples=40)
+def test_projections_of_shards_sum_to_that_of_the_full_tensor(shape, turn, n_ranks):
+    whole = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    n_rows = -(-shape[0] // n_ranks)
+    parts = [projected(whole[i : i + n_rows], turn, row=i, whole=whole) for i in range(0, shape[0], n_rows)]
+    torch.testing.assert_close(sum(part[:-1] for part in parts), projected(whole, turn)[:-1])
+    torch.testing.assert_close(sum(part[-1] ** 2 for part in parts), projected(whole, turn)[-1] ** 2)
+
+
+@given(shape=SHAPES)
+@settings(deadline=None)
+def test_turns_project_each_entry_once_and_few_at_a_time(shape):
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    spacing = Places.of(numbers, 0).spacing
+    turns = [entries_of(numbers, Places.of(numbers, turn)).flatten() for turn in range(spacing)]
+    assert torch.cat(turns).sort().values.equal(numbers.flatten())
+    assert all(len(entries) <= N_ENTRIES for entries in turns)
+    assert all(Places.of(numbers, turn).n_entries == len(entries) for turn, entries in enumerate(turns))
+    assert spacing == 1 or min(map(len, turns)) > N_ENTRIES / 4
+    if len(shape) == 2 and shape[1] % 2 == 0 and spacing > 1:  # all columns are seen in every turn
+        assert {int(column) for column in turns[0] % shape[1]} == set(range(shape[1]))
 
 
 def test_signs_are_independent_of_each_other_and_of_the_seed():
-    signs = torch.stack([torch.stack([project(row, seed)[:-1] for row in torch.eye(64)]) for seed in range(20)])
+    signs = torch.stack([random_signs(seed)[:, :64] for seed in range(20)])
+    assert signs.abs().eq(1).all()
     for axis in (0, 1, 2):
         correlation = (signs * signs.roll(1, axis)).mean()
         assert abs(correlation) < 5 / math.sqrt(signs.numel())
@@ -75,8 +113,8 @@ def test_signs_are_independent_of_each_other_and_of_the_seed():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
 def test_a_projection_sums_without_rounding(dtype):
     gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    exact = torch.view_as_real(gradient).flatten() if dtype.is_complex else gradient
-    assert torch.equal(project(gradient, 1), project(exact.double(), 1))
+    exact = torch.view_as_real(gradient) if dtype.is_complex else gradient
+    assert torch.equal(projected(gradient), projected(exact.double()))
 
 
 # Gradients seen by the hooks
@@ -190,6 +228,117 @@ def test_gradients_outside_of_backward_are_not_counted():
         torch.autograd.grad(model(inputs(3)).square().sum(), list(model.parameters()))
 
     assert agreement(small(), [measure, one_pass]).verdict == Verdict.AS_COMPUTED
+
+
+def test_complex_parameters_are_pairs_of_real_numbers():
+    weights = nn.ParameterList([torch.randn(3, 4, dtype=torch.complex64), torch.randn((), dtype=torch.complex128)])
+    found = agreement(weights, [lambda both: (both[0].abs().square().sum() * both[1].abs()).backward()])
+    assert found.states == (Verdict.AS_COMPUTED,) * 2
+
+
+# Large and many parameters
+
+
+def large(n=5, size=(300, 200), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return nn.ParameterList([torch.randn(size, generator=generator) for _ in range(n)])
+
+
+def quadratic(weights):
+    sum(weight.pow(3).sum() for weight in weights).backward()
+
+
+def rounded_to(n_bits):
+    """Round gradients to some significant bits."""
+
+    def change(weights):
+        for weight in weights:
+            mantissa, exponent = weight.grad.double().frexp()
+            weight.grad = torch.ldexp((mantissa * 2**n_bits).round() / 2**n_bits, exponent).float()
+
+    return change
+
+
+@pytest.mark.parametrize("n_bits", [1, 2, 4, 8, 12, 16])
+def test_significant_bits_are_counted_on_a_part_of_large_gradients(n_bits):
+    found = agreement(large(), [quadratic], rounded_to(n_bits))
+    assert (found.verdict, found.n_bits) == (Verdict.LOW_PRECISION, pytest.approx(n_bits, abs=0.5))
+    assert agreement(large(), [quadratic], rounded_to(24)).verdict == Verdict.AS_COMPUTED
+
+
+def test_a_wrong_part_of_a_large_gradient_is_found_in_its_turn():
+    """It is found in every turn if it is as large as the distance of the entries, else in one of them."""
+    weights = large(2)
+    spacing = Places.of(weights[0], 0).spacing
+    projections, is_found = GradientProjections(weights.parameters()), []
+    for turn in range(spacing):
+        weights.zero_grad()
+        projections.arm(turn=turn)
+        quadratic(weights)
+        weights[0].grad[:4] += 1
+        weights[1].grad[250, 150] += 1e3
+        found = compare_gradients(projections.take())
+        assert found.states[0] == Verdict.NOT_COMPUTED
+        is_found.append(found.states[1] == Verdict.NOT_COMPUTED)
+    assert is_found.count(True) == 1
+
+
+def test_only_some_parameters_are_measured():
+    model = small()
+    projections = GradientProjections(model.parameters())
+    projections.arm([1, 3, 4])
+    one_pass(model)
+    model[0].weight.grad.zero_()
+    model[2].bias.grad.zero_()
+    step = projections.take()
+    found = compare_gradients(step)
+    expected = [Verdict.NOT_MEASURED, Verdict.AS_COMPUTED] * 3
+    expected[3:] = [Verdict.PARAMETERS_MISSING, Verdict.AS_COMPUTED, Verdict.NOT_MEASURED]
+    assert found.states == tuple(expected)
+    assert step.n_elements.tolist() == [0, 7, 0, 7, 21, 0]
+    assert "in 1 of 3 parameters" in found.sentence
+
+
+def counted(n, n_passes):
+    """Return what a measurement launches, without the passes themselves, and what it yields."""
+    weights = large(n, size=(8, 8))
+    projections = GradientProjections(weights.parameters())
+    with Launches() as plain:
+        for _ in range(n_passes):
+            quadratic(weights)
+    weights.zero_grad()
+    projections.arm()
+    with Launches() as probed:
+        for _ in range(n_passes):
+            quadratic(weights)
+        tensors = next(projections.measured())
+    assert not probed.waits
+    return probed.operations - plain.operations, tensors
+
+
+@pytest.mark.parametrize("n_passes", [1, 2, 3])
+def test_only_copies_depend_on_the_number_of_parameters(n_passes):
+    few, _ = counted(16, n_passes)
+    many, tensors = counted(48, n_passes)
+    assert many - few == {"clone": 32 * (2 * n_passes - 1)}  # of gradients and, after the first pass, of .grad
+    assert sum(each.numel() for each in tensors) < 48 * (n_passes + 2) * (N_PROJECTIONS + 1) + 9
+
+
+def test_a_measurement_may_be_completed_after_the_next_one_has_begun():
+    model = small()
+    projections = GradientProjections(model.parameters())
+    projections.arm()
+    one_pass(model)
+    model[0].weight.grad.zero_()
+    measurement = projections.measured()
+    values = read_arrays(next(measurement))
+    model.zero_grad()
+    projections.arm([5])
+    one_pass(model)
+    with pytest.raises(StopIteration) as late:
+        measurement.send(values)
+    assert compare_gradients(projections.gathered(late.value.value)).parameters(Verdict.PARAMETERS_MISSING) == (0,)
+    assert compare_gradients(projections.take()).parameters(Verdict.AS_COMPUTED) == (5,)
 
 
 # Scales
@@ -370,7 +519,7 @@ def test_hooks_are_removed_in_any_case():
         1 / 0  # noqa: B018
     assert not projections.is_armed
     one_pass(model)
-    assert not projections._n_passes
+    assert not projections._step.n_passes
     projections.arm()
     projections.arm()
     model.zero_grad()

@@ -33,7 +33,7 @@ class GradientVerdict(StrEnum):
     @property
     def severity(self) -> int:
         """Severity, increasing from 0 for gradients as computed; -1 if not measured."""
-        return -1 if self is GradientVerdict.NOT_MEASURED else list(GradientVerdict).index(self)
+        return _SEVERITY[self]
 
     @property
     def is_fault(self) -> bool:
@@ -41,12 +41,15 @@ class GradientVerdict(StrEnum):
         return self.severity > GradientVerdict.SCALED.severity
 
 
+_SEVERITY = {verdict: i for i, verdict in enumerate(GradientVerdict)} | {GradientVerdict.NOT_MEASURED: -1}
+
+
 @dataclass(frozen=True)
 class ProjectedGradients:
     """Random projections of the gradients of one step, as computed by the ranks and as received by the optimizer.
 
-    A projection of a gradient is the sum of its elements with random signs, which are the same on every rank and in
-    every step. The expectation of its square is the squared Euclidean norm of the gradient.
+    A projection of a gradient is the sum of some elements with random signs; both are the same on every rank and in
+    every step. The expectation of its square is the squared Euclidean norm of these elements.
 
     Attributes:
         computed: Sum of the gradients from the backward passes of the step on each rank, shape
@@ -56,7 +59,7 @@ class ProjectedGradients:
         received: Gradients that the optimizer of each rank receives, in the same shape.
         size: Sum over backward passes of the norms of their gradients, shape (rank, parameter), in units of the
             gradient.
-        n_elements: Number of elements of each parameter, shape (parameter,).
+        n_elements: Number of elements of each parameter that are projected, shape (parameter,); 0 if not measured.
         formats: Number format of each parameter's gradient, such as "float32".
         n_passes: Largest number of gradients that were summed for one parameter on one rank; 0 if none was seen.
         passes: Gradients of the individual backward passes, shape (pass, parameter, projection); None or empty if they
@@ -112,7 +115,8 @@ class GradientAgreement:
 
     Attributes:
         verdict: The most severe verdict on any parameter and rank.
-        states: Verdict on each parameter; "not measured" if it has no gradient, or if rounding explains any difference.
+        states: Verdict on each parameter; "not measured" if it has no gradient or was left out, or if rounding explains
+            any difference.
         scale: Common factor of the received gradients, from clipping, loss scale or accumulation, unit 1; NaN if no
             common scale was found.
         residual: Norm of the difference from ``scale`` times the mean, relative to ``scale`` times the mean norm of the

@@ -182,7 +182,7 @@ def _compare(
     elif not math.isnan(n_bits) and rest.sum() > (states == GradientVerdict.AS_COMPUTED).sum():
         states[rest], scale = GradientVerdict.LOW_PRECISION, pooled.scale
         # If only the smallest gradients are zero, they underflow in the format.
-        typical = rounding.size / np.sqrt(step.n_elements)
+        typical = rounding.size / np.sqrt(np.maximum(step.n_elements, 1))
         is_missing = states == GradientVerdict.PARAMETERS_MISSING
         states[is_missing & (typical < typical[rest].min())] = GradientVerdict.LOW_PRECISION
     else:
@@ -324,8 +324,13 @@ def fit_scale(
     candidates = np.sort(own[is_parallel])
     spread = np.linspace(0, len(candidates) - 1, min(len(candidates), _N_CANDIDATES)).round().astype(int)
     middle_first = candidates[spread[np.argsort(abs(spread - len(candidates) // 2), kind="stable")]]
-    best = max(middle_first, key=n_members, default=math.nan)
-    if not n_members(best):
+    best, most = math.nan, 0
+    for candidate in middle_first:
+        if (n := n_members(candidate)) > most:
+            best, most = candidate, n
+        if most == len(candidates):  # usually at once
+            break
+    if not most:
         nothing = np.zeros_like(among)
         return Fit(math.nan, nothing, nothing, is_parallel, is_vague)
     members = is_parallel & is_explained(best)

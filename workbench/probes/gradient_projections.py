@@ -6,9 +6,10 @@ import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,22 +19,42 @@ from torch.utils.hooks import RemovableHandle
 
 from workbench.errors import OptionError
 from workbench.models.calling import is_shared, message_device
-from workbench.models.readable_weights import local_part, parameters_of_shards, read_arrays
+from workbench.models.readable_weights import Measurement, complete, local_part, parameters_of_shards
 from workbench.probes.gradient_agreement import ProjectedGradients
 
-#: Number of projections of a gradient: one random byte holds the signs of an element in all of them.
+#: Number of projections of a gradient.
 N_PROJECTIONS = 8
+#: Largest number of entries of a gradient that are projected.
+N_ENTRIES = 2**12
+#: Number of neighboring entries that are read together: a line of the processor's cache.
+_RUN = 16
 #: Largest number of backward passes of a step that are stored separately.
 _N_SEPARATE = 8
-#: Number of parameters whose sums show whether they change between backward passes.
+#: Number of parameters that show whether they change between backward passes.
 _N_MARKED = 8
-#: Elements that are projected together to save memory; on the host they fit the processor's cache.
-_CHUNK, _CHUNK_ON_HOST = 2**20, 2**16
-#: Signs of each byte, (projection, byte).
-_SIGNS = torch.from_numpy(2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[None], axis=0, bitorder="little") - 1)
-#: Attribute of FSDP2 for the parameter before sharding.
-_UNSHARDED = "_unsharded_param"
-_LOWEST = torch.iinfo(torch.int64).min
+#: Places of the gradients among those of the backward passes, which have the numbers from 0: ``.grad`` before the last
+#: pass, and as the optimizer receives it.
+_BEFORE, _RECEIVED = -2, -1
+
+
+@dataclass
+class _Step:
+    """What is known of the gradients of one step."""
+
+    places: dict[int, Places] = field(default_factory=dict)  # of the parameters that are measured, by number
+    marked: frozenset[int] = frozenset()
+    projected: list[tuple[int, list[int], Tensor]] = field(default_factory=list)  # pass, rows of the message, values
+    latest: dict[int, Tensor] = field(default_factory=dict)  # entries of the pass that runs, by number
+    before: dict[int, Tensor] = field(default_factory=dict)  # entries of ``.grad`` before the last pass
+    n_ended: int = 0  # passes that are projected
+    n_passes: Counter[int] = field(default_factory=Counter)
+    left_over: set[int] = field(default_factory=set)
+    marks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    weights: dict[int, Tensor] = field(default_factory=dict)  # entries of marked parameters in the first pass
+    moved: dict[int, Tensor] = field(default_factory=dict)  # whether they have changed since
+    has_moved: bool = False
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # the coarsest ones of gradients, by number
+    problem: Exception | None = None
 
 
 class GradientProjections:
@@ -47,29 +68,28 @@ class GradientProjections:
         optimizer.step()
         print(compare_gradients(step).sentence)
 
-    `arm` is called for one step, before its first backward pass. From then on, the gradients that autograd passes to
-    each parameter are projected before they are accumulated in ``.grad`` or reduced by DDP. Several backward passes are
-    summed; in one process up to eight are also stored separately, so that a missing one can be named. `take` is called
-    right before the optimizer's step, on every rank, and projects ``.grad``.
+    `arm` is called for one step, before its first backward pass. From then on, entries of the gradients that autograd
+    passes to each parameter are copied before they are accumulated in ``.grad`` or reduced by DDP. Several backward
+    passes are summed; in one process up to eight are also stored separately, so that a missing one can be named. `take`
+    is called right before the optimizer's step, on every rank, and copies the same entries of ``.grad``. Entries are at
+    most 4,096 of a parameter, evenly spaced.
 
     The hooks are on the autograd nodes that accumulate gradients. They see the gradients after hooks of the parameters,
     but not those of ``torch.autograd.grad``; a shared parameter is seen once, with the sum. They return nothing, so
     that the training is bit for bit the same, and they cause neither recompilation nor graph breaks of compiled models.
 
-    Cost of a step between `arm` and `take`: about one random byte and one float64 addition (8 on a GPU) per element for
-    each backward pass (twice if ``.grad`` is not empty) and for `take`. There is no host synchronization before `take`,
-    which needs one transfer and one all-gather of 28 numbers per parameter. Other steps cost nothing. Global random
-    states are not changed.
+    Cost of a step between `arm` and `take`: one copy of the entries per parameter and backward pass (two if ``.grad``
+    is not empty), and for each pass and `take` one matrix product per dtype and number of entries. There is no host
+    synchronization before `take`, which needs one transfer and one all-gather of 31 numbers per parameter. Other steps
+    cost nothing. Global random states are not changed.
 
     For parameters that FSDP2 shards over all ranks, each rank sees the full gradient before its reduction, from the
     second step on; the parts that the ranks receive are projected separately and summed.
 
     Args:
-        parameters: Parameters of the optimizer, the same in the same order on every rank, on devices of one type (on
-            which the signs depend).
+        parameters: Parameters of the optimizer, the same in the same order on every rank.
         model: The model that FSDP2 has sharded; None if no parameter is sharded.
-        seed: Seed of the signs, which depend only on it and on the index of the parameter; the same on all ranks and
-            in all steps that are compared.
+        seed: Seed of the signs, which depend only on it; the same on all ranks and in all steps that are compared.
 
     Raises:
         OptionError: If there is no parameter, or if a parameter is sharded in another way or on a device without
@@ -95,8 +115,9 @@ class GradientProjections:
         self._shards = {} if model is None else parameters_of_shards(model)
         if not self.parameters:
             raise OptionError("There are no parameters; pass those of the optimizer.")
+        self._is_sharded = np.array([_is_sharded(parameter) for parameter in self.parameters])
         for number, parameter in enumerate(self.parameters):
-            if _is_sharded(parameter) and not (id(parameter) in self._shards and _is_in_rows(parameter)):
+            if self._is_sharded[number] and not (id(parameter) in self._shards and _is_in_rows(parameter)):
                 raise OptionError(
                     f"Parameter {number} is sharded over ranks (tensor parallel, ZeRO, or FSDP without model=), so its "
                     "gradient is reduced before a hook sees it; check sums over ranks with known_answer_all_reduce "
@@ -107,26 +128,10 @@ class GradientProjections:
                     "Devices of type mps have no float64, in which gradients are projected; use another device."
                 )
         self._after_update: dict[int, tuple[weakref.ref[Tensor], int]] = {}
-        spread = range(0, len(self.parameters), -(-len(self.parameters) // _N_MARKED))
-        self._marked = {number for number in spread if not _is_sharded(self.parameters[number])}
-        seeds = (np.random.SeedSequence([seed % 2**64, i]) for i in range(len(self.parameters)))
-        self._seeds = [int(each.generate_state(1)[0]) for each in seeds]
+        self._signs = {torch.device("cpu"): random_signs(seed)}
         self._nodes: list[Node] = []
         self._handles: list[RemovableHandle] | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._computed: dict[int, Tensor] = {}
-        self._accumulated: dict[int, Tensor] = {}
-        self._separate: dict[int, list[Tensor]] = {}
-        self._n_passes: Counter[int] = Counter()
-        self._last: dict[int, Tensor] = {}
-        self._left_over: set[int] = set()
-        self._marks: dict[int, tuple[int, int]] = {}
-        self._sums: dict[int, list[Tensor]] = {}
-        self._has_moved = False
-        self._problem: Exception | None = None
-        self._dtypes = [parameter.dtype for parameter in self.parameters]
+        self._step = _Step()
 
     @property
     def is_armed(self) -> bool:
@@ -140,14 +145,23 @@ class GradientProjections:
     def __exit__(self, *exception: object) -> None:
         self.disarm()
 
-    def arm(self) -> None:
-        """Register the hooks for a step, and discard the projections of earlier steps."""
+    def arm(self, numbers: Iterable[int] | None = None, *, turn: int = 0) -> None:
+        """Register the hooks for a step, and discard the projections of earlier steps.
+
+        Args:
+            numbers: Indices of the parameters to measure, the same on every rank; None for all.
+            turn: Which entries of large parameters to project, the same on every rank; over successive turns all of
+                them. Steps are compared in the same turn.
+        """
         self.disarm()
-        self._forget()
+        numbers = range(len(self.parameters)) if numbers is None else numbers
+        places = {number: Places.of(self.parameters[number], turn) for number in numbers}
+        whole = [number for number in places if not self._is_sharded[number]]
+        self._step = _Step(places, frozenset(whole[:: -(-len(whole) // _N_MARKED) or 1]))
         self._handles = []
         # Where a compiled function runs the backward pass, the hook would be compiled too.
         see = torch.compiler.disable(self._see) if "torch._dynamo" in sys.modules else self._see
-        for number in range(len(self.parameters)):
+        for number in places:
             parameter = self._leaf(number)
             if parameter is not None and parameter.requires_grad:
                 node = get_gradient_edge(parameter).node
@@ -177,161 +191,198 @@ class GradientProjections:
         """
         if not self.is_armed:
             raise OptionError("The projections are not armed; call arm() before the first backward pass of the step.")
-        return self.gathered(self.measured())
+        return self.gathered(complete(self.measured()))
 
-    def measured(self) -> tuple[np.ndarray, np.ndarray]:
+    def measured(self) -> Measurement[tuple[_Step, np.ndarray, np.ndarray]]:
         """Project the gradients that the optimizer will receive, and remove the hooks; no rank waits for another.
 
         Returns:
-            The message of this rank, and the gradients of the individual passes.
+            The step, the message of this rank about its parameters, and the gradients of the individual passes.
         """
         self.disarm()
-        if self._problem is not None:
-            raise self._problem
-        received = {}
-        for number, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                received[number] = self._project_own(number, parameter)
-        tables = (self._computed, self._accumulated, received, self._last)
-        n_passes = max(self._n_passes.values(), default=0)
-        separate = self._separate if 2 <= n_passes <= _N_SEPARATE else {}
-        sums = [value for several in self._sums.values() for value in several]
-        lists = [v for t in tables for v in t.values()] + [v for p in separate.values() for v in p]
-        values = iter(read_arrays(lists + sums))
-        found = np.zeros((len(self.parameters), 4, N_PROJECTIONS + 1))
-        for i, table in enumerate(tables):
-            for number in table:
-                found[number, i] = next(values)
-        passes = np.zeros((n_passes if separate else 0, len(self.parameters), N_PROJECTIONS))
-        for number, of_parameter in separate.items():
-            for i in range(len(of_parameter)):
-                passes[i, number] = next(values)[:-1]
-        for several in self._sums.values():
-            self._has_moved |= len({next(values).tobytes() for _ in several}) > 1
-        is_alone = (found[:, 1] == found[:, 3]).all(1)
-        flags = np.zeros((len(self.parameters), 4))
-        for number in self._n_passes:
-            is_left, n = number in self._left_over, self._n_passes[number]
-            flags[number] = n, is_left, n > 1 and is_alone[number], self._has_moved
-        return np.concatenate([found[:, :3].reshape(len(found), -1), flags], axis=1), passes
+        step, self._step = self._step, _Step()
+        if step.problem is not None:
+            raise step.problem
+        self._end_pass(step)
+        self._project(step, _BEFORE, step.before, step.places)
+        self._project(step, _RECEIVED, *self._received(step))
+        values = yield [*(values for *_, values in step.projected), *step.moved.values()]
+        table = np.zeros((step.n_ended + 2, len(step.places), N_PROJECTIONS + 1))
+        last = np.zeros(table.shape[1:])
+        for (i, rows, _), found in zip(step.projected, values, strict=False):
+            table[i, rows] = found
+            if i >= 0:
+                last[rows] = found
+        has_moved = step.has_moved or any(found.any() for found in values[len(step.projected) :])
+        n_passes = np.array([step.n_passes[number] for number in step.places])
+        is_left = [number in step.left_over for number in step.places]
+        is_alone = (n_passes > 1) & (table[_BEFORE] == 0).all(1)
+        flags = np.stack([n_passes, is_left, is_alone, (n_passes > 0) & has_moved], 1)
+        passes = table[: step.n_ended if 2 <= step.n_ended <= _N_SEPARATE and not is_shared() else 0]
+        computed = table[: step.n_ended].sum(0)
+        message = np.concatenate([computed, table[_BEFORE] + last, table[_RECEIVED], flags], 1)
+        return step, message, passes[..., :-1]
 
-    def gathered(self, own: tuple[np.ndarray, np.ndarray]) -> ProjectedGradients:
+    def gathered(self, own: tuple[_Step, np.ndarray, np.ndarray]) -> ProjectedGradients:
         """Gather the messages of all ranks, from `measured`; every rank calls it."""
-        message, passes = own
-        ranks = _of_all_ranks(message)
+        step, message, of_passes = own
+        numbers, n, messages = [*step.places], len(self.parameters), _of_all_ranks(message)
+        ranks, passes = np.zeros((len(messages), n, message.shape[1])), np.zeros((len(of_passes), n, N_PROJECTIONS))
+        ranks[:, numbers], passes[:, numbers] = messages, of_passes
         computed, accumulated, taken = ranks[..., :-4].reshape(*ranks.shape[:2], 3, -1).transpose(2, 0, 1, 3)
         is_seen = ranks[..., -4] > 0
-        is_sharded = np.array([_is_sharded(parameter) for parameter in self.parameters])
-        taken = np.where(is_sharded[:, None], taken.sum(0), taken)
-        formats = tuple(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
-        self._forget()
+        taken = np.where(self._is_sharded[:, None], taken.sum(0), taken)
+        n_elements = np.zeros(n, dtype=int)
+        n_elements[numbers] = [places.n_entries for places in step.places.values()]
+        dtypes = [step.dtypes.get(i, parameter.dtype) for i, parameter in enumerate(self.parameters)]
         return ProjectedGradients(
             computed=computed[..., :-1],
             accumulated=accumulated[..., :-1],
             received=taken[..., :-1],
             size=np.maximum(computed, accumulated)[..., -1],
-            n_elements=np.array([parameter.numel() for parameter in self.parameters]),
-            formats=formats,
+            n_elements=n_elements,
+            formats=tuple(torch.finfo(dtype).dtype for dtype in dtypes),
             n_passes=int(ranks[..., -4].max()),
             passes=passes,
             is_left_over=np.any(ranks[..., -3] > 0, axis=0),
             is_last_alone=np.all((ranks[..., -2] > 0) | ~is_seen, axis=0),
-            has_moved=bool((ranks[..., -1] > 0).any()) if self._marked else None,
+            has_moved=bool((ranks[..., -1] > 0).any()) if step.marked else None,
         )
 
     def _see(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        """Project the gradient that autograd is about to accumulate; an exception would end the backward pass."""
+        """Copy entries of the gradient that autograd is about to accumulate; an exception would end the pass."""
         try:
-            if self._problem is None:
-                self._take(number, gradients)
+            if self._step.problem is None:
+                self._take(self._step, number, gradients)
         except Exception as error:  # noqa: BLE001  (it is raised when the step is measured)
-            self._problem = error
+            self._step.problem = error
 
-    @torch.no_grad()
-    def _take(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+    def _take(self, step: _Step, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         leaf = self._leaf(number)
         gradient, before = gradients[0], None if leaf is None else leaf.grad
         if gradient is None:
             return
-        new = self._project(number, gradient)
-        if before is not None and number not in self._n_passes and number in self._after_update:
-            kept, version = self._after_update[number]
-            if kept() is before and version == before._version:
-                self._left_over.add(number)
+        if number in step.latest:  # the next pass has begun
+            self._end_pass(step)
+        places = step.places[number]
+        step.latest[number] = entries_of(gradient, places).clone()
+        step.before.pop(number, None)
+        if before is not None:
+            step.before[number] = entries_of(before, places).clone()
+            kept, version = self._after_update.get(number, (lambda: None, 0))
+            if number not in step.n_passes and kept() is before and version == before._version:
+                step.left_over.add(number)
         if leaf is self.parameters[number]:
             mark = (leaf._version, leaf.data_ptr())
-            self._has_moved |= self._marks.setdefault(number, mark) != mark
-            if number in self._marked:  # some loops change parameters in a way that leaves no mark
-                self._sums.setdefault(number, []).append(leaf.detach().sum(dtype=torch.float64))
-        self._last[number] = new
-        earlier = self._computed.get(number)
-        self._computed[number] = new if earlier is None else earlier + new
-        self._accumulated[number] = new if before is None else self._project(number, before) + new
-        self._n_passes[number] += 1
-        if self._n_passes[number] <= _N_SEPARATE and not is_shared():
-            self._separate.setdefault(number, []).append(new)
+            step.has_moved |= step.marks.setdefault(number, mark) != mark
+            if number in step.marked:  # some loops change parameters in a way that leaves no mark
+                weights = entries_of(leaf, places)
+                if number in step.weights:
+                    has_moved = (weights != step.weights[number]).any()
+                    step.moved[number] = has_moved | step.moved.get(number, has_moved)
+                else:
+                    step.weights[number] = weights.clone()
+        step.n_passes[number] += 1
 
     def _leaf(self, number: int) -> Tensor | None:
         """Return the tensor whose gradient autograd computes; None if FSDP2 has not created it yet."""
         parameter = self.parameters[number]
-        return (
-            parameter if not _is_sharded(parameter) else getattr(self._shards[id(parameter)], "_unsharded_param", None)
-        )
+        if self._is_sharded[number]:
+            return getattr(self._shards[id(parameter)], "_unsharded_param", None)
+        return parameter
 
-    @torch.no_grad()
-    def _project_own(self, number: int, parameter: Tensor) -> Tensor:
-        """Return the projections of the gradient that this rank received, or of its part of a sharded one."""
-        gradient: Any = parameter.grad
-        if not _is_sharded(parameter):
-            return self._project(number, gradient)
-        rows, of_row = parameter.shape[0], math.prod(parameter.shape[1:])
-        first = min(distributed.get_rank() * -(-rows // distributed.get_world_size()), rows)
-        return project(local_part(gradient), self._seeds[number], start=first * of_row, n_total=rows * of_row)
+    def _received(self, step: _Step) -> tuple[dict[int, Tensor], dict[int, Places]]:
+        """Return entries of the gradients that this rank received, or of its parts of them, and their places."""
+        found, places = {}, dict(step.places)
+        for number in step.places:
+            parameter = self.parameters[number]
+            gradient: Any = parameter.grad
+            if gradient is None:
+                continue
+            if self._is_sharded[number]:
+                n_rows, of_row = len(parameter), math.prod(parameter.shape[1:])
+                row = min(distributed.get_rank() * -(-n_rows // distributed.get_world_size()), n_rows)
+                places[number] = places[number].after(row * of_row)
+            found[number] = entries_of(local_part(gradient), places[number])
+        return found, places
 
-    @torch.no_grad()
-    def _project(self, number: int, gradient: Tensor) -> Tensor:
-        """Return the projections of a gradient and its norm, on its device, shape (projection + 1,)."""
-        if torch.finfo(gradient.dtype).eps > torch.finfo(self._dtypes[number]).eps:
-            self._dtypes[number] = gradient.dtype
-        return project(gradient, self._seeds[number])
+    def _end_pass(self, step: _Step) -> None:
+        if step.latest:
+            self._project(step, step.n_ended, step.latest, step.places)
+            step.n_ended += 1
+            step.latest.clear()
+
+    def _project(self, step: _Step, i: int, found: Mapping[int, Tensor], places: Mapping[int, Places]) -> None:
+        """Project gradients, those of equal size and dtype in one product."""
+        row_of = {number: row for row, number in enumerate(step.places)}
+        groups: dict[Any, list[int]] = {}
+        for number, entries in found.items():
+            key = (entries.device, entries.dtype, entries.shape, places[number].n_before)
+            groups.setdefault(key, []).append(number)
+        for (device, dtype, shape, n_before), numbers in groups.items():
+            if device not in self._signs:
+                self._signs[device] = self._signs[torch.device("cpu")].to(device, non_blocking=True)
+            rows = torch.stack([found[number] for number in numbers]).flatten(1)
+            values = project(rows, self._signs[device][:, n_before : n_before + shape.numel()])
+            step.projected.append((i, [row_of[number] for number in numbers], values))
+            for number in numbers:
+                known = step.dtypes.get(number, self.parameters[number].dtype)
+                is_coarser = dtype != known and torch.finfo(dtype).eps > torch.finfo(known).eps
+                step.dtypes[number] = dtype if is_coarser else known
 
 
-def project(gradient: Tensor, seed: int, *, start: int = 0, n_total: int | None = None) -> Tensor:
-    """Return projections of a tensor on random signs and, last, its Euclidean norm, (projection + 1,), float64.
+def random_signs(seed: int) -> Tensor:
+    """Return the signs of the entries in each projection, shape (projection, entry), float64."""
+    drawn = np.random.default_rng(seed % 2**64).integers(256, size=N_ENTRIES, dtype=np.uint8)
+    return torch.from_numpy(2.0 * np.unpackbits(drawn[None], axis=0, bitorder="little") - 1)
 
-    The tensor, of any shape and floating-point or complex dtype, may be a part of a larger, real one of ``n_total``
-    elements, with ``start`` elements before it. The result is on its device.
+
+class Places(NamedTuple):
+    """Entries of a tensor that are projected: runs of neighboring ones, which are read faster than single ones.
+
+    Attributes:
+        length: Number of entries of a run; no run belongs to two rows, since rows may be on different ranks.
+        first: Number of the first run, in a tensor or its part.
+        spacing: Distance of runs; odd, so that matrices with an even number of runs in a row show all columns.
+        n_entries: Number of entries in the full tensor.
+        n_before: Number of these that precede the part.
     """
-    gradient = gradient.detach()
-    gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
-    flat = (torch.view_as_real(gradient) if gradient.is_complex() else gradient).reshape(-1)
-    device = flat.device
-    generator = torch.Generator(device).manual_seed(seed)
-    found = torch.zeros(N_PROJECTIONS + 1, dtype=torch.float64, device=device)
-    if is_on_host := device.type == "cpu":
-        of_bytes = torch.zeros(256, dtype=torch.float64, device=device)
-    else:
-        places = torch.arange(N_PROJECTIONS, dtype=torch.uint8, device=device)[:, None]
-    n_total, size = len(flat) if n_total is None else n_total, _CHUNK_ON_HOST if is_on_host else _CHUNK
-    end = start + len(flat)
-    for begin in range(0, min(end, n_total), size):
-        n = min(size, n_total - begin)
-        words = torch.empty((n + 7) // 8, dtype=torch.int64, device=device)
-        words.random_(_LOWEST, None, generator=generator)
-        low, high = max(begin, start), min(begin + n, end)
-        if low >= high:  # these signs belong to another part
-            continue
-        drawn = words.view(torch.uint8)[low - begin : high - begin]
-        part = flat[low - start : high - start].double()
-        if is_on_host:  # elements with the same byte are summed first
-            of_bytes += torch.bincount(drawn, part, minlength=256)
-        else:
-            found[:-1] += 2 * (((drawn >> places) & 1).double() @ part) - part.sum()
-        found[-1] += part.dot(part)
-    if is_on_host:
-        found[:-1] = _SIGNS @ of_bytes
-    found[-1].sqrt_()
-    return found
+
+    length: int
+    first: int
+    spacing: int
+    n_entries: int
+    n_before: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor, turn: int) -> Places:
+        """Return the places in a full tensor of any shape, real or complex."""
+        shape = (*(tensor.shape or (1,)), 1 + tensor.is_complex())
+        n, length = math.prod(shape), math.gcd(_RUN, math.prod(shape[1:]))
+        spacing = -(-n // N_ENTRIES) | 1
+        first = turn % spacing
+        return cls(length, first, spacing, length * len(range(first, n // length, spacing)))
+
+    def after(self, n_elements: int) -> Places:
+        """Return the places in the part of a tensor after some elements, which are complete rows."""
+        n_runs = n_elements // self.length
+        n_before = len(range(self.first, n_runs, self.spacing))
+        first = self.first + n_before * self.spacing - n_runs
+        return self._replace(first=first, n_before=n_before * self.length)
+
+
+def entries_of(tensor: Tensor, places: Places) -> Tensor:
+    """Return the entries of a tensor or its part at some places, shape (run, entry); a view if it is contiguous."""
+    tensor = tensor.detach()
+    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return tensor.reshape(-1, places.length)[places.first :: places.spacing]
+
+
+def project(rows: Tensor, signs: Tensor) -> Tensor:
+    """Return projections of the rows of a matrix on signs and, last, their norms, (row, projection + 1), float64."""
+    wide = rows.double()
+    return torch.cat([wide @ signs.T, torch.linalg.vector_norm(wide, dim=1, keepdim=True)], 1)
 
 
 def _is_sharded(parameter: Tensor) -> bool:

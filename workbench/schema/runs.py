@@ -270,7 +270,7 @@ REDUCTION: dict[str, Variable] = {
     "gradient_verdict": Variable(
         ("step",), "f", "gradient verdict", "1", "severity of the `GradientVerdict`; -1 if not measured"),
     "wrong_parameters": Variable(
-        ("step",), "f", "wrong parameters", "1", "fraction of parameters with wrong gradients; NaN if not measured"),
+        ("step",), "f", "wrong parameters", "1", "fraction of those measured in this step; NaN if none are"),
     "significant_bits": Variable(
         ("step",), "f", "significant bits", "1", "of gradients received in low precision; NaN if none are"),
     "missing_rank": Variable(

@@ -21,10 +21,10 @@ from workbench.models.attention_weights import QueryKey, Unreadable
 from workbench.models.calling import call_model, is_shared
 from workbench.models.losses import loss_in, prediction_of, tensors_in, token_loss
 from workbench.models.probing import undisturbed
-from workbench.models.readable_weights import Measurement
+from workbench.models.readable_weights import Measurement, complete
 from workbench.monitors.attention_health import spectrum_of_grams, update_grams
 from workbench.monitors.matrices import at_least_float32, frobenius_norm, spectral_entropy, stable_rank, widened
-from workbench.probes.gradient_agreement import GradientVerdict
+from workbench.probes.gradient_agreement import GradientAgreement, GradientVerdict
 from workbench.probes.gradient_comparison import compare_gradients
 from workbench.probes.gradient_projections import GradientProjections
 from workbench.probes.precision import precision_reading, trained_blocks
@@ -237,20 +237,32 @@ _UNKNOWN = {
 }
 
 
+#: Largest number of parameters whose gradients are compared in turn, and of wrong ones that are compared again.
+_N_IN_TURN, _N_AGAIN = 32, 8
+
+
 class ReductionCollector:
-    """Comparison of projected gradients; if hooks cannot see full gradients, a check of a sum with a known answer."""
+    """Comparison of projected gradients; if hooks cannot see full gradients, a check of a sum with a known answer.
+
+    Parameters take turns, in groups from all parts of the model.
+    """
 
     def __init__(self, optimizer: JointOptimizer, model: nn.Module) -> None:
         self._parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._projections: GradientProjections | None = None
         self._values = dict(_UNKNOWN)
+        self._n_taken = 0
+        self._wrong: list[int] = []
         with suppress(OptionError):  # parameters that are sharded in another way, or a device without float64
             self._projections = GradientProjections(self._parameters, model=model)
 
     def arm(self) -> None:
         """Register hooks before the first backward pass of a step that is measured."""
         if self._projections is not None and not self._projections.is_armed:
-            self._projections.arm()
+            n_groups = -(-len(self._parameters) // _N_IN_TURN)
+            turn, first = divmod(self._n_taken, n_groups)
+            group = range(first, len(self._parameters), n_groups)
+            self._projections.arm(sorted({*group, *self._wrong}), turn=turn)
 
     def note_update(self) -> None:
         """Note the gradients after an update, before a step that is measured."""
@@ -275,8 +287,11 @@ class ReductionCollector:
     def take(self) -> None:
         """Compare the gradients right before the update; called on every rank if all are ready."""
         self._values = dict(_UNKNOWN)
+        self._n_taken += 1
         if self._projections is not None:
-            self._values = self._compared(self._projections)
+            projections = self._projections
+            step = projections.gathered(jointly(lambda: complete(projections.measured())))
+            self._values = self._compared(compare_gradients(step))
         elif is_shared():
             self._values = _of_known_answer(known_answer_all_reduce(torch.zeros((), device=self._parameters[0].device)))
 
@@ -284,13 +299,13 @@ class ReductionCollector:
         """Return the variables of ``schema.REDUCTION`` for the step of the last `take`."""
         return self._values
 
-    def _compared(self, projections: GradientProjections) -> dict[str, float]:
-        found = compare_gradients(projections.gathered(jointly(projections.measured)))
+    def _compared(self, found: GradientAgreement) -> dict[str, float]:
         measured = [state for state in found.states if state != GradientVerdict.NOT_MEASURED]
-        wrong = sum(state.is_fault for state in measured)
+        wrong = [number for number, state in enumerate(found.states) if state.is_fault]
+        self._wrong = wrong[:_N_AGAIN]  # so that the fault is not over while others have their turn
         return {
             "gradient_verdict": float(found.verdict.severity),
-            "wrong_parameters": wrong / len(measured) if measured else math.nan,
+            "wrong_parameters": len(wrong) / len(measured) if measured else math.nan,
             "significant_bits": float(found.n_bits),
             "missing_rank": float(min(found.missing_ranks, default=math.nan)),
             "missing_pass": float(min(found.missing_passes, default=math.nan)),
