@@ -342,7 +342,8 @@ def _restored_random_state(effects: Effects) -> Iterator[None]:
         yield
     finally:
         pairs = [pair for name, before in of_torch.items() for pair in zip(before, _torch_states()[name], strict=True)]
-        are_same = random.getstate() == of_python and all(torch.equal(*pair) for pair in pairs)
+        # They are on the host, those of a GPU too.
+        are_same = random.getstate() == of_python and all(np.array_equal(a.numpy(), b.numpy()) for a, b in pairs)
         effects.has_changed |= not (are_same and pickle.dumps(np.random.get_state()) == pickle.dumps(of_numpy))  # noqa: NPY002
         random.setstate(of_python)
         np.random.set_state(of_numpy)  # noqa: NPY002
