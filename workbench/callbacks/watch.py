@@ -18,12 +18,14 @@ from torch import nn
 from workbench.callbacks.adapters import lightning_callback, trainer_callback
 from workbench.callbacks.alarms import Alarm, Alarms, Calibration
 from workbench.callbacks.recorder import Recorder
+from workbench.callbacks.recorder.budget import Cost
 from workbench.callbacks.recorder.joint_optimizer import optimizers_in
-from workbench.callbacks.recorder.options import CADENCE, is_first, meet, of_first_rank
-from workbench.formatting import number_in_words
+from workbench.callbacks.recorder.options import is_first, meet, of_first_rank
+from workbench.formatting import listed, number_in_words
 from workbench.models.calling import bare
 from workbench.option_checks import checked
-from workbench.option_kinds import PositiveFloat, PositiveInt
+from workbench.option_kinds import Level, PositiveFloat, PositiveInt
+from workbench.training.training_plan import NO_OPTIONS
 
 if TYPE_CHECKING:
     import os
@@ -52,6 +54,8 @@ class RunStatus:
         self.cause: Attribution | None = None
         self.scores: dict[str, float] = {}
         self.checked: dict[str, int] = {}
+        #: Updates between two measurements of each part that the budget allows less often than usual.
+        self.slowed: Mapping[str, int] = {}
         self.is_over = False
         self._losses: list[tuple[int, float]] = []
         self._spacing = 1
@@ -120,9 +124,18 @@ class RunStatus:
         figures = f'<div style="{style}">{self._curve()}{self._bars()}</div>'
         where = f"recorded in {escape(str(self.path))}" if self.path is not None else "not recorded"
         checked = "".join(f" · {name} checked at step {step:,}" for name, step in self.checked.items())
-        lines += [figures, f'<div style="opacity:.65;font-size:.85em">{where}{checked}</div>']
+        style_of_notes = "opacity:.65;font-size:.85em"
+        lines += [figures, f'<div style="{style_of_notes}">{where}{checked}</div>']
+        if self.slowed:
+            lines.append(f'<div style="{style_of_notes}">{escape(self.blindness)}</div>')
         style = "font-family:sans-serif;font-size:13px;line-height:1.45;max-width:760px"
         return f'<div style="{style}">{"".join(lines)}</div>'
+
+    @property
+    def blindness(self) -> str:
+        """What the budget lets nobody see for how long, in words; empty if nothing is slowed down."""
+        found = [f"{name} every {every:,} updates" for name, every in sorted(self.slowed.items(), key=lambda e: e[1])]
+        return f"Within the budget, examined only: {listed(found)}." if found else ""
 
     def _cause_text(self) -> str:
         cause, first = self.cause, self.first_alarm
@@ -240,7 +253,8 @@ def watch(
     optimizer: Any = None,
     *,
     store: str | os.PathLike[str] | None = None,
-    every: Mapping[str, int | None] | int | None = CADENCE,
+    every: Mapping[str, int | None] | int | None = NO_OPTIONS,
+    budget: Level | None = 0.02,
     false_alarms: PositiveFloat = 1.0,
     calibration: Calibration | None = None,
     on_alarm: Callable[[Alarm], None] | None = None,
@@ -267,7 +281,9 @@ def watch(
         optimizer: Optimizer of the model, or a list, tuple or mapping of all of them; None for a ``Trainer``, which
             creates its own.
         store: Path of the store; None for a new one in ``runs/``, named after the model and the time.
-        every: Steps between two measurements of each part, see `workbench.Recorder`.
+        every: Steps between two measurements of the parts that shall not follow the budget, see `workbench.Recorder`.
+        budget: Share of the training time that watching may take, see `workbench.Recorder`; ``watched.cost`` reports
+            what it takes. What is examined less often for it is shown with the status.
         false_alarms: False alarms per 100,000 healthy steps, see `workbench.Alarms`.
         calibration: Calibration on your own healthy runs, see `workbench.Alarms`; None for the default one.
         on_alarm: Function called with each alarm when it is raised. Its exceptions reach the training loop.
@@ -318,6 +334,7 @@ def watch(
     watched = Watch(
         path,
         every=every,
+        budget=budget,
         plan=plan,
         resume=resume is not False,
         overwrite=overwrite,
@@ -360,6 +377,11 @@ class Watch:
         """Attach the recorder to a model and its optimizer, after some updates."""
         self._attached = self.recorder.attach(model, optimizer, step=step)
 
+    @property
+    def cost(self) -> Cost | None:
+        """What watching has cost so far, by part; None before it has begun."""
+        return self.recorder.cost
+
     def close(self, *, is_broken: bool = False) -> None:
         """Remove all hooks and complete the store; not needed for a ``Trainer``."""
         if self._attached is not None:
@@ -385,6 +407,8 @@ class Watch:
         new_alarms = self.alarms.raised[self._n_alarms :]
         self._n_alarms = len(self.alarms.raised)
         cause = self.alarms.attribute() if new_alarms else None
+        if (attached := self.recorder._attached) is not None:
+            self.status.slowed = attached.slowed
         self.status.update(observation, new_alarms, cause, self.alarms.scores)
         if not is_first():  # a Trainer may set up the ranks after this object was created
             self._display = None

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,9 @@ _BYTES_PER_DATASET = 10_000
 _ALONG = {"layer_name": "layer", "module_name": "module"}
 #: Prefixes of the names of Zarr's threads.
 _THREADS_OF_ZARR = ("zarr_", "asyncio_")
+
+#: Clock of the costs of observation; a test replaces it to be independent of the speed of its machine.
+stopwatch = time.perf_counter
 
 _open_outputs: weakref.WeakSet[RunOutput] = weakref.WeakSet()
 
@@ -57,6 +61,8 @@ class RunOutput:
         rows_per_block: Write as soon as this many rows of a part wait.
         seconds_per_block: Write with the first row or event that comes this many seconds after the last block.
         max_bytes: Largest size of the rows that wait in memory; rows of half this size are written as a block.
+        share: Largest share of the time for writing blocks, which follow each other at larger intervals if they take
+            longer; None if there is no limit.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class RunOutput:
         rows_per_block: int = 200,
         seconds_per_block: float = 10.0,
         max_bytes: int = 64 << 20,
+        share: float | None = None,
     ) -> None:
         self.path = None if writer is None else writer.path
         self._writer = writer
@@ -78,7 +85,11 @@ class RunOutput:
         self._attrs: dict[str, Any] = {}
         self._last_step = 0
         self._lock = threading.RLock()
-        self._tried_at = time.monotonic()
+        self._tried_at, self._rests_until = time.monotonic(), 0.0
+        self._share = share
+        self._n_blocks = 0
+        #: Function that returns a context whose time is a cost of the observation, by its name.
+        self.timed: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext()
         self._trouble = ""
         self._is_gone = self._is_closed = self._is_uncommitted = False
         self._process = os.getpid()
@@ -208,12 +219,16 @@ class RunOutput:
                 )
             waiting.put(row)
             self._last_step = max(self._last_step, row.step)
-            is_block = waiting.n_new >= self._rows_per_block or (
-                time.monotonic() >= self._tried_at + self._seconds_per_block
-            )
+            now = time.monotonic()
+            is_block = waiting.n_new >= self._rows_per_block or now >= self._tried_at + self._seconds_per_block
+            is_block &= now >= self._rests_until
             # After a write error, the size of the rows does not trigger a retry.
             if is_block or (not self._trouble and 2 * self._n_bytes() >= self._max_bytes):
+                begun = stopwatch()
                 self._write()
+                took, self._n_blocks = stopwatch() - begun, self._n_blocks + 1
+                if self._share is not None and self._n_blocks > 1:  # the first one creates the arrays
+                    self._rests_until = time.monotonic() + took / self._share
             self._keep_bound()
 
     def _n_bytes(self) -> int:
@@ -232,6 +247,13 @@ class RunOutput:
         """Append the waiting rows of each part that can be written, and commit; return whether all are on disk."""
         if self._writer is None or _is_thread_of_zarr():
             return False
+        with self.timed("store"):
+            error = self._write_parts(self._writer)
+        self._report(error)
+        return error is None
+
+    def _write_parts(self, writer: RunWriter) -> Exception | None:
+        """Append the waiting rows of each part and commit; return an error of writing, if there was one."""
         self._tried_at, self._is_uncommitted = time.monotonic(), True
         error: Exception | None = None
         # Events are written last, as they refer to rows that are already written.
@@ -245,7 +267,7 @@ class RunOutput:
             if not (rows := [*waiting.rows, *map(self._event_row, gaps)]):
                 continue
             try:
-                self._writer.append(name, waiting.dataset(rows))
+                writer.append(name, waiting.dataset(rows))
             except Exception as reason:  # noqa: BLE001  (reported by a warning; training continues after any error)
                 error = reason
             else:
@@ -253,12 +275,11 @@ class RunOutput:
                 for part in lost:
                     self._parts[part].lost = None
         try:
-            self._writer.commit(**self._attrs)
+            writer.commit(**self._attrs)
             self._attrs, self._is_uncommitted = {}, False
         except Exception as reason:  # noqa: BLE001
             error = error or reason
-        self._report(error)
-        return error is None
+        return error
 
     def _report(self, error: Exception | None) -> None:
         """Report the first of several write errors."""

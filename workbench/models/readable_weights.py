@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -47,6 +48,19 @@ def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
 
     Dtypes must be real; no value of a dtype used in training is rounded.
     """
+    return send_arrays(tensors)()
+
+
+def send_arrays(tensors: Sequence[Tensor], *, waits: bool = True) -> Callable[[], list[np.ndarray]]:
+    """Begin to copy the values of small tensors to the host, with one transfer per device.
+
+    Args:
+        tensors: Tensors of real dtypes.
+        waits: Whether the host waits for the values here; otherwise it does where they are read.
+
+    Returns:
+        A function that returns them as `read_arrays` does, in any thread.
+    """
     found: list[np.ndarray] = [np.zeros(0)] * len(tensors)
     places: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -54,17 +68,28 @@ def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
             places.setdefault(tensor.device, []).append(i)
         else:  # a tensor subclass, such as one split over ranks, has its own way to be read
             found[i] = np.array(tensor.detach().tolist(), dtype=np.float64)
+    shapes, sent = [tuple(tensor.shape) for tensor in tensors], []
     for device, here in places.items():
         parts = [tensors[i].detach().flatten() for i in here]
         if len({part.dtype for part in parts}) > 1:
             # On a device without float64 there are no values that float32 would round.
             parts = [part.to(torch.float32 if device.type == "mps" else torch.float64) for part in parts]
-        message = torch.cat(parts).cpu().double().numpy()
-        end = 0
-        for i in here:
-            start, end = end, end + tensors[i].numel()
-            found[i] = message[start:end].reshape(tuple(tensors[i].shape))
-    return found
+        is_late = not waits and device.type == "cuda"
+        message = torch.cat(parts)
+        message = message.to("cpu", non_blocking=True) if is_late else message.cpu()
+        sent.append((here, message, torch.cuda.current_stream(device).record_event() if is_late else None))
+
+    def read() -> list[np.ndarray]:
+        for here, message, event in sent:
+            if event is not None:
+                event.synchronize()
+            values, end = message.double().numpy(), 0
+            for i in here:
+                start, end = end, end + math.prod(shapes[i])
+                found[i] = values[start:end].reshape(shapes[i])
+        return found
+
+    return read
 
 
 def complete(measurement: Measurement[T]) -> T:

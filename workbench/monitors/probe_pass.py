@@ -18,7 +18,7 @@ from workbench.models.batches import TokenSelection, inputs_of
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, config_options, on_device_of, unwrap, visible_attention
 from workbench.models.probing import undisturbed
-from workbench.models.readable_weights import read_arrays
+from workbench.models.readable_weights import Measurement, complete, read_arrays
 from workbench.models.router_weights import Router, router_weights
 from workbench.monitors.attention_calls import BlockCalls, BlockNotes
 from workbench.monitors.matrices import widened
@@ -260,6 +260,10 @@ class ModelProbe:
             OptionError: If a part is not one of the three.
             AnatomyError: If the residual stream is not where it was when the anatomy was read.
         """
+        return complete(self.taking(parts))
+
+    def taking(self, parts: Collection[str]) -> Measurement[dict[str, dict[str, np.ndarray]]]:
+        """Measure as `take` does; the model runs before the values are read."""
         require_listed("parts", parts, PARTS)
         run = _Pass(self.model, self.anatomy, self._routers, self._inputs_here(), parts)
         taken: dict[str, dict[str, _Column]] = {}
@@ -269,6 +273,7 @@ class ModelProbe:
             taken["router"] = self._routing(run)
         if "activations" in parts:
             taken["activations"] = self._activations(run)
+        yield []
         return _read(taken)
 
     def _with_attention(self, run: _Pass) -> _Pass:

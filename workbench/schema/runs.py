@@ -125,6 +125,9 @@ MONITORS: dict[str, Variable] = {
         "fraction of modules in training mode in the forward pass: 1 all, 0 none"),
     "loss_scale": Variable(
         ("step",), "f", "loss scale", "1", "factor of a gradient scaler on the loss; NaN without one"),
+    "examined": Variable(
+        ("step",), "f", "examined update", "1", "2 if alarms and the contents of the batch were evaluated at this "
+        "update, 1 if only the alarms on the loss, 0 if the budget left both out; absent if there was no budget"),
     "is_skipped": Variable(
         ("step",), "f", "skipped update", "1", "1 if gradients were computed but no update was made, else 0"),
     "repeated_batch": Variable(

@@ -405,7 +405,7 @@ class ProbeAlarms:
             return self._setting(observation)
         self._has_routers |= observation.part == "router"
         signal = SIGNALS.get(observation.part)
-        if signal is None:
+        if signal is None or observation.values.get("examined", 2) == 1:  # the batch was not examined
             return []
         of_limits = []
         if observation.part == "monitors":

@@ -196,6 +196,8 @@ _N_FIRST, _FRACTION_OF_FIRST = 20, 0.02
 #: Number of consecutive finite values after which NaN in a metric of the update means that it is broken; a loop that
 #: logs it only at some steps does not reach it.
 _LEAST_LOGGED = 10
+#: Number of intervals between measurements that show another cadence, if all are this many times longer or shorter.
+_N_GAPS, _OTHER_CADENCE = 3, 1.5
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class RunEvidence:
         self.latest: dict[str, Reading] = {}
         self._first_step = first_step
         self._groups: dict[str, list[_Group]] = {}
-        self._rates: deque[float] = deque(maxlen=_N_RATES)
+        self._rates: deque[tuple[int, float]] = deque()  # of the last steps
         self._shift = LossShift()
         self._highest = self._rate = math.nan
 
@@ -258,17 +260,28 @@ class RunEvidence:
             if math.isfinite(rate):
                 self._rate = rate
                 self._highest = np.fmax(self._highest, rate)
-                self._rates.append(rate)
+                self._rates.append((observation.step, rate))
+                while self._rates[0][0] <= observation.step - _N_RATES:
+                    self._rates.popleft()
             if observation.values.get("is_skipped", 0) >= 1:  # an overflow in float16: there was no update
                 return []
         if not found:
             return []
         groups = self._groups.setdefault(observation.part, [])
-        new = [each for each in found if not any(each.watched.name in group.names for group in groups)]
-        if new:
-            groups.append(_Group(new))
+        known = {name for group in groups for name in group.names}
+        new = [each for each in found if each.watched.name not in known]
+        # The loss may be examined more often than the batch.
+        for together in (
+            [e for e in new if e.watched.variable == "loss"],
+            [e for e in new if e.watched.variable != "loss"],
+        ):
+            if together:
+                groups.append(_Group(together))
+        measured = {each.watched.name for each in found}
         readings = []
         for group in groups:
+            if observation.part == "monitors" and not measured & group.names:
+                continue
             group.update(observation.step, found, math.log(self._rate) if self._rate > 0 else 0.0)
             readings += [self._with_rate(group.reading(name, observation.step)) for name in group._places]
         if observation.part == "monitors" and "loss" in observation.values:
@@ -293,13 +306,11 @@ class RunEvidence:
         """Return a reading adjusted to the current learning rate."""
         if reading.step - self._first_step < _FIRST_EVALUATED:
             return reading
-        if self._rates:
+        if rates := [rate for _, rate in self._rates]:
             if self._rate <= _LOW * self._highest:
                 return reading
-            rise = self._rate / min(self._rates) if min(self._rates) > 0 else math.inf
-            if reading.watched is FALL and (
-                rise > _RISE or max(self._rates) - self._rate > _LARGE_DECAY * self._highest
-            ):
+            rise = self._rate / min(rates) if min(rates) > 0 else math.inf
+            if reading.watched is FALL and (rise > _RISE or max(rates) - self._rate > _LARGE_DECAY * self._highest):
                 return reading
             if rise > _RISE:
                 is_evaluated = reading.watched.is_noise and rise <= _RISE_OF_NOISE
@@ -318,21 +329,35 @@ class _Group:
             each.watched.name: slice(end - each.values.size, end) for each, end in zip(signals, ends, strict=True)
         }
         of_series = [each.watched for each in signals for _ in range(each.values.size)]
-        self._past = OwnPast(
-            np.array([watched.least_scale for watched in of_series]),
-            is_noise=np.array([watched.is_noise for watched in of_series]),
-        )
+        self._least_scale = np.array([watched.least_scale for watched in of_series])
+        self._is_noise = np.array([watched.is_noise for watched in of_series])
         self._accumulates = np.array([watched.accumulates for watched in of_series])
-        self._sums = CumulativeSum(self._past.least_scale[self._accumulates])
+        self._gap, self._gaps = 0.0, deque[int](maxlen=_N_GAPS)
+        self._begin()
         self._steps: deque[int] = deque(maxlen=int(WINDOWS[-1]) + 1)
         self._first_losses: list[np.ndarray] = []
         self._losses = np.array([watched.is_noise and watched.is_outcome for watched in of_series])
         self._n_finite: dict[str, int] = {}  # in a row
         self._measured: set[str] = set()
 
+    def _begin(self) -> None:
+        self._past = OwnPast(self._least_scale, is_noise=self._is_noise)
+        self._sums = CumulativeSum(self._past.least_scale[self._accumulates])
+
     def restart(self) -> None:
         self._past.restart()
         self._sums.restart()
+
+    def _note_cadence(self, step: int) -> None:
+        """Learn the past again if the cadence has changed: trends and spreads per measurement are other ones then."""
+        if self._steps:
+            self._gaps.append(step - self._steps[-1])
+            self._gap = self._gap or self._gaps[-1]
+        if len(self._gaps) == _N_GAPS and (
+            min(self._gaps) > _OTHER_CADENCE * self._gap or _OTHER_CADENCE * max(self._gaps) < self._gap
+        ):
+            self._gap = sorted(self._gaps)[_N_GAPS // 2]
+            self._begin()
 
     def update(self, step: int, signals: Sequence[WatchedValues], log_rate: float) -> None:
         """Process one measurement."""
@@ -343,6 +368,7 @@ class _Group:
             each = self._signals[name]
             if name in self._measured and each.values.size == place.stop - place.start:
                 values[place] = each.watched.badness(each.values).ravel() - log_rate * each.watched.follows_rate
+        self._note_cadence(step)
         self._note_first_losses(values)
         self._steps.append(step)
         self._values = values
@@ -366,7 +392,8 @@ class _Group:
         known = np.isfinite(first).any(axis=0)
         middle = np.nanmedian(np.where(known, first, 0.0), axis=0)
         least = np.where(known, _FRACTION_OF_FIRST * np.abs(middle), 0.0)
-        self._past.least_scale[self._losses] = np.maximum(self._past.least_scale[self._losses], least)
+        self._least_scale[self._losses] = np.maximum(self._least_scale[self._losses], least)
+        self._past.least_scale[self._losses] = self._least_scale[self._losses]
 
     def reading(self, name: str, step: int) -> Reading:
         """Return the reading of a signal of the group, not yet adjusted to the learning rate."""
@@ -443,7 +470,8 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
     measured.sort(key=lambda found: found[:2])
     settings = _changed_settings(run)
     for step, place, row, name, values, coords in measured:
-        yield Observation(step, name, {key: value[row] for key, value in values.items()}, coords)
+        if name != "monitors" or values.get("examined", np.ones(len(measured)))[row] != 0:
+            yield Observation(step, name, {key: value[row] for key, value in values.items()}, coords)
         while place == len(_PARTS) - 1 and settings and settings[0].step <= step:
             yield settings.pop(0)
 

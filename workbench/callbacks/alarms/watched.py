@@ -214,10 +214,13 @@ def watched_values(observation: Observation) -> Iterator[WatchedValues]:
     values, coords = observation.values, observation.coords
     has_no_window = observation.part == "attention" and _lacks_window(values)
     is_skipped = bool(np.asarray(values.get("is_skipped", 0)) == 1)
+    has_batch = bool(np.asarray(values.get("examined", 2)) != 1)
     for watched in WATCHED:
         if watched.part != observation.part or watched.variable not in values or watched.threshold > 0:
             continue
         if is_skipped and watched.variable == "grad_norm":  # not measured without an update
+            continue
+        if observation.part == "monitors" and not has_batch and watched.variable != "loss":
             continue
         if has_no_window and watched.variable in _OVER_A_WINDOW:
             continue

@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from workbench.callbacks.observation import Alarm, Observation, changed_setting
 from workbench.callbacks.recorder.batch_watch import BatchWatch
+from workbench.callbacks.recorder.budget import OF_UPDATE, Budget, Cost
 from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters, other_optimizers
 from workbench.callbacks.recorder.options import (
@@ -27,7 +34,7 @@ from workbench.callbacks.recorder.options import (
     as_number,
     changed_on_any,
     failures,
-    is_due,
+    mean_over_ranks,
     measured_by_all,
     of_all_ranks,
     of_first_rank,
@@ -42,6 +49,7 @@ from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_n
 from workbench.errors import WorkbenchError
 from workbench.io.run_output import RunOutput, before_exit, issue_warning
 from workbench.models.calling import bare, is_shared
+from workbench.models.readable_weights import Measurement, complete, finished, send_arrays
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
@@ -62,14 +70,78 @@ _WORDS = {
 }
 
 
-#: Names under which the ranks exchange how many settings have changed, and how many updates were not made.
-_N_CHANGES, _N_UNMADE = "n_changes", "n_unmade"
+#: Parts whose costs are counted together with others.
+_COUNTED = {"monitors": "batch", "sample": "batch"}
+#: Most rows that wait for one copy from the device or one message between ranks, and number of rows after which a copy
+#: is read: it is complete by then unless the device is far behind.
+_MOST_ROWS, _LAG = 10, 4
 #: Number of updates between two copies of the state of the recorder in its store.
 _STATE_EVERY = 200
 #: Recorders that record, which end with the interpreter.
 _attached: weakref.WeakSet[AttachedRecorder] = weakref.WeakSet()
 #: Parts that determine the cause of an alarm.
 _CHECKS = ("precision", "reduction")
+
+
+@dataclass
+class _Started:
+    """A measurement that has computed its tensors on the device and waits for their values."""
+
+    measurement: Measurement[Any]
+    tensors: Sequence[Tensor]
+
+
+@dataclass
+class _Row:
+    """The metrics of an update, and the measurements after it that wait for their values."""
+
+    step: int
+    numbers: dict[str, float | Tensor]
+    changes: list[Change]
+    is_checked: bool
+    has_batch: bool
+    measured: Mapping[str, _Started]
+
+
+class _Flight:
+    """One copy of values from the device, and the rows that it completes.
+
+    Without ranks, measurements of a late copy are completed by another thread: eigenvalues of small matrices take the
+    host longer than a step.
+    """
+
+    def __init__(self, rows: list[_Row], *, is_late: bool, workers: ThreadPoolExecutor | None) -> None:
+        self.rows, self.seconds = rows, dict[str, float]()
+        numbers = [value for row in rows for value in row.numbers.values() if isinstance(value, Tensor)]
+        tensors = [tensor for row in rows for each in row.measured.values() for tensor in each.tensors]
+        read = send_arrays([*numbers, *tensors], waits=not is_late)
+        is_long = workers is not None and bool(tensors)
+        self._work: Future[Any] | Callable[[], Any] = partial(self._complete, read)
+        if is_long and workers is not None:
+            self._work = workers.submit(self._work)
+
+    def results(self) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+        """Return the metrics of each row, and its measurements: values, or exceptions."""
+        return self._work.result() if isinstance(self._work, Future) else self._work()
+
+    def _complete(self, read: Callable[[], list[np.ndarray]]) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+        values = iter(read())
+        numbers = [
+            {name: next(values).item() if isinstance(of, Tensor) else float(of) for name, of in row.numbers.items()}
+            for row in self.rows
+        ]
+        return numbers, [self._of_row(row.measured, values) for row in self.rows]
+
+    def _of_row(self, measured: Mapping[str, _Started], values: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for part, each in measured.items():
+            own, start = [next(values) for _ in each.tensors], time.thread_time()
+            try:
+                found[part] = finished(each.measurement, own)
+            except Exception as error:  # noqa: BLE001  (it is reported where the row is published)
+                found[part] = error
+            self.seconds[part] = time.thread_time() - start
+        return found
 
 
 class AttachedRecorder:
@@ -81,6 +153,9 @@ class AttachedRecorder:
     step s if s is a multiple of their cadence, as in `workbench.train`. If a run ends without error before its first
     update, because its first loss is too large, attention, routers and activations are measured at its end, as the row
     of step 0.
+
+    On an accelerator the values of some rows are copied together, without waiting, and the rows follow a few updates
+    later, each with its step. With several ranks the rows of updates between two measurements wait for one message.
 
     Metrics passed to `log` belong to the update of the batch that passed through the model last: before
     ``optimizer.step()`` to the next update, and afterwards, until the next batch begins, to the update just done.
@@ -111,6 +186,16 @@ class AttachedRecorder:
         self.step = step
         self.numbers: dict[str, float] = {}
         self._every = options.every
+        self.device = next((p.device for p in bare(model).parameters()), torch.device("cpu"))
+        self._budget = Budget(
+            options.every, fixed=options.fixed, share=options.budget, device=self.device, costs=memory.costs
+        )
+        self._due, self._decided, self._forced = set[str](), -1, set[str]()
+        self._rows: list[_Row] = []
+        self._flights: list[_Flight] = []
+        self._workers: ThreadPoolExecutor | None = None
+        #: Whether values are read later, as a host that waits for them would hold up an accelerator.
+        self._is_late = self.device.type != "cpu" and not is_hosted
         self._alarms, self.new_alarms = alarms, list[Alarm]()
         self._parameters: OptimizedParameters | None = parameters
         self._reading = reading
@@ -122,6 +207,8 @@ class AttachedRecorder:
         self._has_given_norm = False
         self._closure_loss: Any = None
         self._changes: list[Change] = []
+        self._measured: dict[str, _Started] = {}
+        self._was_finite = True
         self._is_ready = False
         self._sample = SampledUpdate(optimizer)
         self._settings: SettingsWatch | None = None
@@ -145,7 +232,10 @@ class AttachedRecorder:
             loses_sight=_weakly(self._search_optimizer),
             labels=None if run is None else lambda: run.targets,
             recent_examples=memory.recent_examples,
+            timed=self._budget.timed,
         )
+        if not is_hosted:
+            output.timed = self._budget.timed
         try:
             if probe is not None:
                 self._prepare(optimizer)
@@ -177,10 +267,24 @@ class AttachedRecorder:
         return self.memory.settings if self._settings is None else self._settings.sentinel.state_dict()
 
     def flush(self) -> None:
-        """Write all metrics so far, including those of the current step if its update is done."""
+        """Write all metrics so far, including those of the current step if its update is done.
+
+        With several ranks, rows that wait for a message between them are not written yet.
+        """
         if self._open_step is not None:
             self._close_row()
+        if not is_shared():
+            self._publish_waiting()
         self.output.flush()
+
+    def cost(self) -> Cost:
+        """Return what the observation has cost so far, by part."""
+        return self._budget.cost()
+
+    @property
+    def slowed(self) -> dict[str, int]:
+        """Updates between two measurements of each part that the budget allows less often than usual."""
+        return self._budget.slowed
 
     def detach(self, *, is_broken: bool = False) -> None:
         """Remove all hooks, write all metrics so far, and release the model and the optimizer."""
@@ -193,6 +297,7 @@ class AttachedRecorder:
             self._close_row()
             self.batches.note_unmade()
             self._write_unmade()
+            self._publish_waiting()
             if not is_broken:
                 self._measure_without_update()
         finally:
@@ -200,6 +305,8 @@ class AttachedRecorder:
                 self._collectors.reduction.disarm()
             self._keep_state()
             self.batches.detach()
+            if self._workers is not None:
+                self._workers.shutdown(wait=False)
             self._collectors = self._parameters = self._optimizer = self._settings = None
             if not self.is_hosted:
                 word = "stopped" if is_broken else "finished"
@@ -214,6 +321,7 @@ class AttachedRecorder:
             if self._optimizer is not None:
                 self._optimizer.unhook()
             self._close_row()
+            self._publish_waiting()
             self._keep_state()
             self.batches.detach()
             if not self.is_hosted:
@@ -229,8 +337,10 @@ class AttachedRecorder:
         """Keep in the memory, and in the store, what the next recorder of this run needs."""
         memory = self.memory
         memory.recent_examples, memory.settings = self.batches.recent_examples, self.settings_state
+        memory.costs = {part: seconds for part, seconds in self._budget.known().items() if part != "step"}
         if not self.is_hosted and self.output.path is not None:
-            state = {"step": self.step, "recent_examples": memory.recent_examples, "settings": memory.settings}
+            names = ("recent_examples", "settings", "costs")
+            state = {"step": self.step, **{name: vars(memory)[name] for name in names}}
             self.output.commit(recorder_state=json.dumps(state))
 
     def log(self, **numbers: Any) -> None:
@@ -260,6 +370,16 @@ class AttachedRecorder:
 
     # Around the update
 
+    def _decide(self) -> None:
+        """Decide which parts are measured after the coming update, once for each step."""
+        if self._decided == self.step:
+            return
+        collectors, forced = self._collectors, self._checked_step == self.step - self._n_unmade
+        is_on = (lambda part: True) if collectors is None else collectors.is_on
+        self._decided, self._due = self.step, self._budget.due(self.step, self.step - self._n_unmade, is_on)
+        self._forced = {part for part in _CHECKS if forced and self._every[part] is not None}
+        self.batches.examines = "batch" in self._due
+
     def _begin_batch(self) -> None:
         """Start a batch: metrics logged from now on belong to the next update."""
         if self._optimizer is not None:
@@ -269,7 +389,8 @@ class AttachedRecorder:
         if not is_shared():  # with several ranks, all of them write the row at the next update
             self._write_unmade()
         if self._check_requested:
-            self._check_requested, self._checked_step = False, self.step - self._n_unmade
+            self._check_requested, self._checked_step, self._decided = False, self.step - self._n_unmade, -1
+        self._decide()
         if self._is_due("reduction"):
             self._guarded("reduction", lambda collectors: collectors.reduction.arm())
 
@@ -278,31 +399,37 @@ class AttachedRecorder:
         optimizer = self._optimizer
         if optimizer is None:
             return
-        self._closure_loss = loss
-        if self._open_step is not None:  # no batch has passed since the last update
-            self._close_row()
-        self.batches.begin_update()
-        with self.batches.paused():
-            if not self._is_ready:
-                self._prepare(optimizer)
-            self._noted["learning_rate"] = self._rate()
-            # Sharded gradients need every rank, and the logged numbers may differ between ranks.
-            if is_shared() or ("grad_norm" not in self._pending and not self._has_given_norm):
-                norm = self._guarded("monitors", lambda collectors: total_gradient_norm(optimizer))
-                self._noted |= {} if norm is None else {"grad_norm": norm}
-            self._guarded("sample", lambda collectors: self._sample.begin())
-            self._guarded("settings", lambda collectors: self._read_settings(collectors, optimizer))
-            if self._is_due("reduction"):  # if every rank can; otherwise a rank would wait forever for the others
-                collectors = self._collectors
-                can_take = collectors is not None and collectors.is_on("reduction") and collectors.reduction.is_ready
-                act = ReductionCollector.take if on_every_rank(can_take) else ReductionCollector.skip
-                self._guarded("reduction", lambda collectors: act(collectors.reduction), is_joint=True)
-            if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
-                self._take_spectra()
-            if is_due(self.step, self._every["optimizer"]):
-                self._guarded("optimizer", lambda collectors: collectors.begin_update(), is_joint=True)
-            if is_due(self.step, self._every["update"]):
-                self._guarded("update", lambda collectors: collectors.begin_effect(), is_joint=True)
+        with self._budget.timed("row"):
+            self._closure_loss = loss
+            if self._open_step is not None:  # no batch has passed since the last update
+                self._close_row()
+            self._decide()
+            self.batches.begin_update()
+            with self.batches.paused():
+                if not self._is_ready:
+                    with self._budget.timed("setup"):
+                        self._prepare(optimizer)
+                self._noted["learning_rate"] = self._rate()
+                if "batch" in self._due:
+                    # Sharded gradients need every rank, and the logged numbers may differ between ranks.
+                    if is_shared() or ("grad_norm" not in self._pending and not self._has_given_norm):
+                        norm = self._guarded("monitors", lambda collectors: total_gradient_norm(optimizer))
+                        self._noted |= {} if norm is None else {"grad_norm": norm}
+                    self._guarded("sample", lambda collectors: self._sample.begin())
+                if "settings" in self._due:
+                    self._guarded("settings", lambda collectors: self._read_settings(collectors, optimizer))
+                if self._is_due("reduction"):  # if every rank can; otherwise a rank would wait forever for the others
+                    collectors = self._collectors
+                    is_on = collectors is not None and collectors.is_on("reduction")
+                    can_take = is_on and collectors.reduction.is_ready
+                    act = ReductionCollector.take if on_every_rank(can_take) else ReductionCollector.skip
+                    self._guarded("reduction", lambda collectors: act(collectors.reduction), is_joint=True)
+                if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
+                    self._take_spectra()
+                if self._is_due("optimizer"):
+                    self._guarded("optimizer", lambda collectors: collectors.begin_update(), is_joint=True)
+                if self._is_due("update"):
+                    self._guarded("update", lambda collectors: collectors.begin_effect(), is_joint=True)
 
     def _read_settings(self, collectors: Collectors, optimizer: JointOptimizer) -> None:
         if self._settings is None:
@@ -314,33 +441,42 @@ class AttachedRecorder:
                 self._settings.sentinel.load_state_dict(self.memory.settings)
         # In the workbench's own loop, several passes of one update are ranks emulated by a fault.
         is_own = self._run is not None and self._run.owns_loop
-        self._settings.read(self.batches.autocast, 0 if is_own else self.batches.n_forwards)
+        self._settings.read(self.step, self.batches.autocast, 0 if is_own else self.batches.n_forwards)
 
     def _after_step(self) -> None:
         collectors, optimizer = self._collectors, self._optimizer
         if collectors is None or optimizer is None:  # the closure was never called
             return
-        ratio = self._guarded("sample", lambda collectors: self._sample.end())
-        if ratio is not None:
-            self._noted["update_ratio"] = ratio
-        due = [part for part in collectors.after_update if self._is_due(part)]
-        is_skipped = was_skipped(optimizer)
-        self._noted["is_skipped"] = float(is_skipped)
-        if is_skipped:
-            self._noted = {name: self._noted[name] for name in ("learning_rate", "is_skipped") if name in self._noted}
-            collectors.forget_update()
-            if self.is_hosted:
-                return
-        self._open_row()
-        if not is_skipped:
-            self._has_updated = True
-            with self.batches.paused():
-                self._measure(collectors, due, self.step)
-        self.step += 1
-        if self._is_due("reduction"):
-            self._guarded("reduction", lambda collectors: collectors.reduction.note_update())
-        if not self.batches.has_seen and not self.is_hosted:
-            self._close_row()  # no hook marks the beginning of the next batch
+        with self._budget.timed("row"):
+            if "batch" in self._due and (ratio := self._guarded("sample", lambda collectors: self._sample.end())):
+                self._noted["update_ratio"] = ratio
+            due = [part for part in collectors.after_update if self._is_due(part)]
+            is_skipped = was_skipped(optimizer)
+            self._noted["is_skipped"] = float(is_skipped)
+            if is_skipped:
+                kept = ("learning_rate", "is_skipped")
+                self._noted = {name: self._noted[name] for name in kept if name in self._noted}
+                collectors.forget_update()
+                if self.is_hosted:
+                    return
+            self._open_row()
+            if not is_skipped:
+                self._has_updated = True
+                with self.batches.paused():
+                    self._measure(collectors, due, self.step)
+            self._end_budget_step()
+            self.step += 1
+            self._decide()
+            if self._is_due("reduction"):
+                self._guarded("reduction", lambda collectors: collectors.reduction.note_update())
+            if not self.batches.has_seen and not self.is_hosted:
+                self._close_row()  # no hook marks the beginning of the next batch
+
+    def _end_budget_step(self) -> None:
+        budget = self._budget
+        budget.end_step(self._due, self._forced)
+        if budget.is_plan_due:
+            budget.plan(mean_over_ranks(budget.known(), (*self._every, *OF_UPDATE, "row", "step")))
 
     def _search_optimizer(self) -> None:
         """Follow the optimizer that updates the parameters instead of the one that was given, or report the loss."""
@@ -362,7 +498,7 @@ class AttachedRecorder:
     # Rows
 
     def _open_row(self) -> None:
-        """Collect the metrics of the current update over all ranks; more may be logged until the row is closed."""
+        """Collect the metrics of the current update; more may be logged until the row is closed."""
         seen = self.batches.take()
         found = seen.numbers() if seen.n_forwards else {}
         self._pending, self._noted = found | self._noted | self._pending, {}
@@ -370,23 +506,17 @@ class AttachedRecorder:
         if "loss" not in self._pending and isinstance(loss, Real | Tensor):
             self.log(loss=loss)
         settings = self._settings
-        changed = None if settings is None else self._guarded("settings", lambda _: settings.changes(self.step))
-        changes = [_plain_change(each) for each in changed or ()]
-        counts = {_N_CHANGES: float(len(changes)), _N_UNMADE: float(len(self.batches.unmade))}
-        numbers = of_all_ranks(as_floats(self._pending) | counts)
-        has_changes, has_unmade = (numbers.pop(name) > 0 for name in counts)
-        if has_unmade:
-            self._write_unmade(is_agreed=True)
-        self._pending = {**numbers}
-        self._changes = changed_on_any(changes) if has_changes else []
+        if settings is not None and "settings" in self._due:
+            changed = self._guarded("settings", lambda _: settings.changes(self.step))
+            self._changes = [_plain_change(each) for each in changed or ()]
         self._open_step = self.step
 
     def _write_unmade(self, *, is_agreed: bool = False) -> None:
         """Write a row for each update that was not made."""
         unmade, self.batches.unmade = self.batches.unmade, []
         self._n_unmade += len(unmade)
-        rows = [as_floats(seen.numbers()) for seen in unmade]
-        rows = of_first_rank(rows) if is_agreed else rows
+        rows: list[dict[str, float | Tensor]] = [seen.numbers() for seen in unmade]
+        rows = of_first_rank([as_floats(row) for row in rows]) if is_agreed else rows
         logged: dict[str, float | Tensor] = {} if is_agreed else self._pending
         for row in rows:
             own: dict[str, float | Tensor] = logged if row is rows[-1] else {}
@@ -403,18 +533,62 @@ class AttachedRecorder:
         step, self._open_step = self._open_step, None
         if step is None:
             return
-        pending, self._pending = self._pending, {}
-        numbers = dict.fromkeys(NUMBERS, math.nan) | as_floats(pending)
-        if "loss" in pending:
+        is_checked = bool({"alarms", *self._every} & self._due or self._forced)
+        has_batch = "batch" in self._due
+        self._rows.append(_Row(step, self._pending, self._changes, is_checked, has_batch, self._measured))
+        self._pending, self._changes, self._measured = {}, [], {}
+        if (self._is_late or is_shared()) and not (is_checked or len(self._rows) >= _MOST_ROWS or self.is_hosted):
+            return
+        self._depart()
+        while self._flights and self._flights[0].rows[-1].step <= step - (_LAG if self._is_late else 0):
+            self._land(is_joint=is_shared())
+
+    def _depart(self) -> None:
+        """Begin one copy of the values of all rows that wait."""
+        rows, self._rows = self._rows, []
+        if self._is_late and not is_shared() and self._workers is None:
+            self._workers = ThreadPoolExecutor(1, "workbench")
+        self._flights.append(_Flight(rows, is_late=self._is_late, workers=self._workers))
+
+    def _publish_waiting(self) -> None:
+        """Publish all rows that are closed, without a message between ranks, which may not end together."""
+        if self._rows:
+            self._depart()
+        while self._flights:
+            self._land(is_joint=False)
+
+    def _land(self, *, is_joint: bool) -> None:
+        """Publish the rows of the earliest copy."""
+        flight = self._flights.pop(0)
+        read, measured = flight.results()
+        for part, seconds in flight.seconds.items():
+            self._budget.add(part, seconds / (os.cpu_count() or 1))
+        n_changes, n_unmade = sum(len(row.changes) for row in flight.rows), len(self.batches.unmade)
+        if is_joint:
+            read, n_changes, n_unmade = of_all_ranks(read, n_changes, n_unmade)
+        for row, numbers, found in zip(flight.rows, read, measured, strict=True):
+            if is_joint and n_changes:
+                row.changes = changed_on_any(row.changes)
+            self._publish_parts(row.step, found, is_joint=is_joint)
+            self._publish_row(row, numbers)
+        if is_joint and n_unmade:
+            self._write_unmade(is_agreed=True)
+
+    def _publish_row(self, row: _Row, found: dict[str, float]) -> None:
+        step, numbers = row.step, dict.fromkeys(NUMBERS, math.nan) | found
+        if "loss" in found:
             self._spikes.update(numbers["loss"])
         numbers["spike_score"] = self._spikes.score
+        # A loss that is no longer finite does not wait for the alarms' turn.
+        is_finite = math.isfinite(numbers["loss"])
+        is_checked, self._was_finite = row.is_checked or (self._was_finite and not is_finite), is_finite
+        numbers["examined"] = float(is_checked) + float(is_checked and row.has_batch)
         self.numbers = numbers
-        self._publish(Observation(step, "monitors", plain(numbers)))
-        changes, self._changes = self._changes, []
-        settings = self._settings
+        self._publish(Observation(step, "monitors", plain(numbers)), is_checked=is_checked)
+        changes, settings = row.changes, self._settings
         if settings is not None:  # these metrics are the same on every rank
-            found = self._guarded("settings", lambda _: settings.logged_changes(step, numbers)) or ()
-            changes += [_plain_change(each) for each in found]
+            logged = self._guarded("settings", lambda _: settings.logged_changes(step, numbers)) or ()
+            changes = [*changes, *map(_plain_change, logged)]
         if (step + 1) % _STATE_EVERY == 0 and not self.is_hosted:
             self._keep_state()
         for setting, factor, message in changes:
@@ -449,23 +623,50 @@ class AttachedRecorder:
 
     def _is_due(self, part: str) -> bool:
         """Return whether a part is measured after the current update, by its cadence or because of an alarm."""
-        made = self.step - self._n_unmade
-        is_checked = part in _CHECKS and self._checked_step == made and self._every[part] is not None
-        # Gradients are followed from the first backward pass to the update, whatever is discarded on the way.
-        return is_checked or is_due(made if part == "reduction" else self.step, self._every[part])
+        return part in self._due or part in self._forced
 
     def _measure(self, collectors: Collectors, parts: list[str], step: int) -> None:
-        """Measure some parts and publish them as the row of a step."""
-        probed = self._guarded("probe", lambda collectors: collectors.probed(parts), is_joint=True) or {}
-        if not self._has_updated and "router" in probed:
-            probed["router"]["routing_change"][:] = math.nan  # the parameters have not changed since then
-        measured = {}
+        """Measure some parts; their rows follow with the values of their tensors."""
+        probed: dict[str, Any] = {}
+        found: dict[str, Any] = {}
+        if any(part in PROBED for part in parts):
+            is_first = not self._has_updated
+            self._start(found, "probe", lambda collectors: collectors.probed(parts, probed, is_first=is_first))
+        collectors.is_whole = bool(self._forced)  # an alarm is to be explained
         for part in parts:
-            measure = partial(Collectors.measure, part=part, step=step, probed=probed.get(part, {}))
-            if (values := self._guarded(part, measure, is_joint=True)) is not None:
-                measured[part] = plain(values)
-        for part, values in (measured_by_all(measured) if parts else {}).items():
-            self._publish(Observation(step, part, values, collectors.coords(part)))
+            self._start(found, part, partial(Collectors.measure, part=part, step=step, probed=probed))
+        opens, is_measured = self._budget.opens_window("attention", step), "attention" in parts
+        if opens or is_measured:
+            window = partial(Collectors.set_window, n_done=step + 1, opens=opens, is_measured=is_measured)
+            self._guarded("attention", window, is_joint=True)
+        if self._is_late:
+            self._measured = found
+        elif parts:
+            self._publish_parts(step, found, is_joint=is_shared())
+
+    def _start(self, found: dict[str, Any], part: str, start: Callable[[Collectors], Measurement[Any] | None]) -> None:
+        """Start a measurement, and complete it unless its values are read later."""
+
+        def act(collectors: Collectors) -> Any:
+            if (measurement := start(collectors)) is None:
+                return None
+            return _Started(measurement, next(measurement)) if self._is_late else complete(measurement)
+
+        value = self._guarded(part, act, is_joint=True)
+        if value is not None:
+            found[part] = value
+
+    def _publish_parts(self, step: int, found: Mapping[str, Any], *, is_joint: bool) -> None:
+        """Publish the measurements of a step; those that failed are switched off."""
+        measured = {}
+        for part, value in found.items():
+            if isinstance(value, Exception):
+                self._guarded(part, partial(_raise, value))
+            elif part != "probe" and self._collectors is not None:
+                measured[part] = plain(value)
+        for part, values in (measured_by_all(measured) if is_joint and found else measured).items():
+            if self._collectors is not None:
+                self._publish(Observation(step, part, values, self._collectors.coords(part)))
 
     def _measure_without_update(self) -> None:
         """Measure on the probe at the end of a run without updates, such as one that diverges immediately.
@@ -483,6 +684,9 @@ class AttachedRecorder:
             parts = [part for part in PROBED if (self._every[part] or 1) > 1]
             with self.batches.paused():
                 self._measure(self._collectors, parts, 0)
+            if self._is_late:
+                flight = _Flight([_Row(0, {}, [], False, False, self._measured)], is_late=False, workers=None)
+                self._publish_parts(0, flight.results()[1][0], is_joint=False)
 
     def _take_spectra(self) -> None:
         spectra = self._guarded("spectra", lambda collectors: collectors.spectra(self.step), is_joint=True)
@@ -498,7 +702,8 @@ class AttachedRecorder:
         if collectors is None or not collectors.is_on(part):
             return None
         try:
-            value = action(collectors)
+            with self._budget.timed(_COUNTED.get(part, part)):
+                value = action(collectors)
         except PeerError:
             value = None
         except Exception as error:  # noqa: BLE001  (training continues after any failure, with an event)
@@ -527,13 +732,14 @@ class AttachedRecorder:
         at = self.step if step is None else step
         self.output.event(Event(at, kind, source, score, message, layer, head))
 
-    def _publish(self, observation: Observation) -> None:
+    def _publish(self, observation: Observation, *, is_checked: bool = True) -> None:
         """Store an observation and pass it on, to observers last, since they may raise exceptions."""
         # Changed settings are events, and the owner of the store writes its monitors.
         if observation.part != "settings" and not (self.is_hosted and observation.part == "monitors"):
             self.output.add(observation.part, observation.step, observation.values, observation.coords)
-        if self._alarms is not None:
-            self._raise_alarms(self._alarms, observation)
+        if self._alarms is not None and is_checked:
+            with self._budget.timed("alarms" if observation.part == "monitors" else observation.part):
+                self._raise_alarms(self._alarms, observation)
         self._pass_on(observation)
 
     def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
@@ -548,6 +754,10 @@ class AttachedRecorder:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms._new_attribution(fresh)) is not None:
             self.event("attribution", step=observation.step, **found.as_event())
+
+
+def _raise(error: Exception, collectors: Collectors) -> None:
+    raise error
 
 
 def _plain_change(change: SettingsChange) -> Change:

@@ -203,10 +203,14 @@ class BatchWatch:
         recent_examples: Sequence[int] = (),
         notes_unmade: bool = True,
         loses_sight: Callable[[], None] = lambda: None,
+        timed: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext(),
     ) -> None:
         self._notes_unmade = notes_unmade
         self.probe = probe
         self.is_paused = False
+        #: Whether the contents of the batches of the current update are examined, and not only counted.
+        self.examines = True
+        self._timed = timed
         self.has_seen = False
         self.unmade: list[Seen] = []
         self._optimizer = optimizer
@@ -336,14 +340,18 @@ class BatchWatch:
         return max((seen.n_forwards for seen in self._seen.values()), default=0)
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._counts(module):
+        if not self._counts(module):
+            return
+        with self._timed("row"):
             self.note_unmade()
             self._begin()
-            if module not in self._modules:
-                self._modules[module] = [*module.modules()]
-                self._is_random[module] = any(_draws(each) for each in self._modules[module])
-            modules = self._modules[module]
-            is_training = sum(each.training for each in modules) / len(modules)
+            is_training = math.nan
+            if self.examines:
+                if module not in self._modules:
+                    self._modules[module] = [*module.modules()]
+                    self._is_random[module] = any(_draws(each) for each in self._modules[module])
+                modules = self._modules[module]
+                is_training = sum(each.training for each in modules) / len(modules)
             inputs = named_arguments(bare(module), args, kwargs)
             self._calls[module] = Call(inputs, PassContext.of(module), is_training)
 
@@ -352,23 +360,29 @@ class BatchWatch:
             return
         is_outermost = module is next(entrance for entrance in self._entrances if entrance in self._calls)
         call = self._calls.pop(module)
-        if not is_outermost:  # a pass counts for the outermost module
-            return
+        if is_outermost:  # a pass counts for the outermost module
+            with self._timed("batch" if self.examines else "row"):
+                self._follow(module, call, output)
+
+    def _follow(self, module: nn.Module, call: Call, output: Any) -> None:
+        """Read the output of a forward pass, and count the pass when a backward pass reaches it."""
         tensors = differentiable_in(output)
         loss = loss_in(output)
         if loss is None:
             loss = next((each for each in tensors if not each.ndim), None)
         call.loss = None if loss is None else loss.detach().reshape(())
-        call.largest = self._largest_losses(module, call.inputs, output)
-        if not (call.is_training and self._is_random[module]):
-            with suppress(Exception):  # outputs may be of any kind, and a measurement never stops a training
-                call.lookahead = next((e for t in tensors if (e := lookahead(call.inputs, t)) is not None), None)
-        may_be_logits = (
-            each
-            for each in tensors
-            if type(each) is Tensor and each.ndim > 1 and each.shape[-1] > 1 and each.is_floating_point()
-        )
-        logits = None if call.largest else next(may_be_logits, None)
+        logits = None
+        if self.examines:
+            call.largest = self._largest_losses(module, call.inputs, output)
+            if not (call.is_training and self._is_random[module]):
+                with suppress(Exception):  # outputs may be of any kind, and a measurement never stops a training
+                    call.lookahead = next((e for t in tensors if (e := lookahead(call.inputs, t)) is not None), None)
+            may_be_logits = (
+                each
+                for each in tensors
+                if type(each) is Tensor and each.ndim > 1 and each.shape[-1] > 1 and each.is_floating_point()
+            )
+            logits = None if call.largest else next(may_be_logits, None)
         call.logits = None if logits is None else weakref.ref(logits)
         reference = weakref.ref(self)
         for tensor in tensors:
@@ -377,7 +391,8 @@ class BatchWatch:
                 gradient: Tensor | None, is_loss: bool = tensor is loss, is_logits: bool = tensor is logits
             ) -> None:
                 if (watch := reference()) is not None and not watch.is_paused and watch._handles:
-                    watch._arrive(module, call, gradient if is_loss else None, gradient if is_logits else None)
+                    with watch._timed("batch" if watch.examines else "row"):
+                        watch._arrive(module, call, gradient if is_loss else None, gradient if is_logits else None)
 
             follow(tensor, arrive)
         if module.training:
@@ -393,7 +408,7 @@ class BatchWatch:
             if not call.is_counted:
                 self._passes[number].is_own |= not any(each.requires_grad for each in tensors_in(call.inputs))
                 self._count(module, call)
-            if of_loss is not None:
+            if of_loss is not None and self.examines:
                 self._seen_by(module).weights += ((of_loss.detach().reshape(()), self._passes[number]),)
             if of_logits is not None and call.logits is not None:
                 self._take_labels(module, call, of_logits)
@@ -417,7 +432,9 @@ class BatchWatch:
         seen.are_parts = isinstance(inputs, Mapping) and inputs.get(_LABELS_OF_UPDATE) is not None
         seen.losses += () if call.loss is None else (call.loss,)
         seen.lookahead += () if call.lookahead is None else (call.lookahead,)
-        seen.add({"is_training": call.is_training} | (contents := self._contents_of(inputs)) | call.largest)
+        contents = self._contents_of(inputs) if self.examines else {}
+        if not math.isnan(call.is_training):
+            seen.add({"is_training": call.is_training} | contents | call.largest)
         if self.probe is None and module not in self._first:
             self._first[module] = few_examples(inputs, self._n_probe_tokens)
         if call.logits is None or "label_entropy" in contents:
@@ -472,6 +489,8 @@ def _draws(module: nn.Module) -> bool:
 
 
 def _sum(numbers: Sequence[Tensor]) -> Tensor:
+    if len(numbers) == 1:
+        return numbers[0].float()
     return torch.stack([number.float() for number in numbers]).sum()
 
 

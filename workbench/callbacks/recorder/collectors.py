@@ -32,10 +32,11 @@ from workbench.models.batches import take_examples
 from workbench.models.calling import as_written, on_device_of
 from workbench.models.probing import without_own_hooks
 from workbench.models.readable_weights import (
+    Measurement,
     complete,
+    finished,
     gathered,
     local_part,
-    read_arrays,
     readable,
     reshard,
     shards_in,
@@ -114,6 +115,7 @@ class Collectors:
         self._off = {part for part, every in options.every.items() if every is None}
         self._reported: set[int] = set()
         self._window_begins = 0
+        self.is_whole, self._turn = True, 0  # whether blocks are measured together, or in turn
         self.n_heads = 0
         self._had_attention: np.ndarray | None = None
         self.called: set[str] = set()
@@ -132,8 +134,9 @@ class Collectors:
             self._probes = ProbeCollector(self.model, self.probe, reading.anatomy, reading.query_keys, around, loss_of)
         self._probe_pass: ModelProbe | None = None
         self._taker: SpectraTaker | None = None
-        #: Parts that are measured after an update -> function from the step and their probe values to their values.
-        self.after_update: dict[str, Callable[[int, dict[str, np.ndarray]], Mapping[str, Any]]] = {
+        #: Parts that are measured after an update -> function from the step and the values of the probe, which are
+        #: complete when the tensors of the measurement have been read.
+        self.after_update: dict[str, Callable[[int, Mapping[str, Any]], Measurement[Mapping[str, Any]]]] = {
             "attention": self.attention,
             "router": self.router,
             "optimizer": self.update,
@@ -168,9 +171,8 @@ class Collectors:
                     self._event("not recorded", source="router", message=router.reason, layer=router.layer)
             if not self.routers:
                 self.switch_off("router")  # a dense model has none, so nothing is missing
-        self._window_begins = step
         if self.is_on("attention"):
-            self.query_keys.begin()
+            self.set_window(step, opens=True, is_measured=False)
         self._report_unreadable()
 
     def _begin_probes(self) -> None:
@@ -197,8 +199,12 @@ class Collectors:
             return {}
         try:
             self._probe_pass = ModelProbe(self.model, anatomy, self.probe, routers=self.reading.routers)
+            found: dict[str, dict[str, np.ndarray]] = {}
             with self._noting_calls():
-                return self.probed(PROBED)
+                measurement = self.probed(PROBED, found)
+                if measurement is not None:
+                    complete(measurement)
+            return found
         except Exception as error:  # noqa: BLE001  (a third-party model may fail in any way; an event reports it)
             self._miss("activations", f"The probe does not pass through the model: {_reason(error)}")
             self.switch_off("probe")
@@ -263,49 +269,71 @@ class Collectors:
             coords["expert"] = np.arange(max(router.n_experts for router in self.routers))
         return coords
 
-    def probed(self, parts: Collection[str]) -> dict[str, dict[str, np.ndarray]]:
-        """Measure all parts that need a pass over the probe, in one pass."""
+    def probed(
+        self, parts: Collection[str], found: dict[str, dict[str, np.ndarray]], *, is_first: bool = False
+    ) -> Measurement[None] | None:
+        """Measure all parts that need a pass over the probe, in one pass, which adds their values to ``found``."""
         due = [part for part in parts if part in PROBED and self.is_on(part)]
         if self._probe_pass is None or not due or not self.is_on("probe"):
-            return {}
+            return None
+        return self._probed(self._probe_pass, due, found, is_first=is_first)
+
+    def _probed(
+        self, probe_pass: ModelProbe, due: list[str], found: dict[str, dict[str, np.ndarray]], *, is_first: bool
+    ) -> Measurement[None]:
         try:
             with self._passes(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
-                return self._probe_pass.take(due)
+                measurement = probe_pass.taking(due)
+                tensors = next(measurement)
         finally:
             reshard(self._outermost)
+        found |= finished(measurement, (yield tensors))
+        if is_first and "router" in found:
+            found["router"]["routing_change"][:] = math.nan  # the parameters have not changed since then
 
-    def measure(self, part: str, step: int, probed: dict[str, np.ndarray]) -> Mapping[str, Any]:
-        """Measure one part after the update of a step; ``probed`` is the result of `probed` for that part."""
+    def measure(self, part: str, step: int, probed: Mapping[str, Any]) -> Measurement[Mapping[str, Any]]:
+        """Measure one part after the update of a step; ``probed`` receives the values of `probed`."""
         return self.after_update[part](step, probed)
 
-    def attention(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def set_window(self, n_done: int, *, opens: bool, is_measured: bool) -> None:
+        """Begin to compare queries and keys with their weights after some updates, or release the weights compared."""
+        if opens and not is_measured:
+            self.query_keys.begin()
+        elif is_measured and not opens:
+            self.query_keys.release()
+        if opens:
+            self._window_begins = n_done
+
+    def attention(self, step: int, probed: Mapping[str, Any]) -> Measurement[dict[str, np.ndarray]]:
         """Return the spectra of query-key updates, and attention on the probe."""
-        values, broken = complete(self.query_keys.measure(self.n_heads))
+        # Values over fewer updates are not comparable.
+        is_full = step + 1 - self._window_begins == self.options.every["attention"]
+        values, broken = yield from self.query_keys.measure(self.n_heads)
+        of_probe = probed.get("attention", {})
         for name in ("attention_logit_max", "attention_entropy", "attention_entropy_share"):
             values[name] = np.full((len(self.names), self.n_heads), np.nan)
-            if name in probed:
-                values[name][:, : probed[name].shape[1]] = probed[name]
-        is_lost = (self._had_attention & np.isnan(values["attention_entropy"])).any(1) if probed else []
+            if name in of_probe:
+                values[name][:, : of_probe[name].shape[1]] = of_probe[name]
+        is_lost = (self._had_attention & np.isnan(values["attention_entropy"])).any(1) if of_probe else []
         self._report_broken(step, {int(layer): "attention scores" for layer in np.flatnonzero(is_lost)} | broken)
-        is_full, self._window_begins = step + 1 - self._window_begins == self.options.every["attention"], step + 1
-        if not is_full:  # values over fewer updates are not comparable
+        if not is_full:
             for name in SPECTRA_OF_HEADS:
                 values[name][:] = np.nan
         return values
 
-    def router(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def router(self, step: int, probed: Mapping[str, Any]) -> Measurement[dict[str, np.ndarray]]:
         """Return the measures of the router weights, and the routing of the probe."""
         values = {name: np.full(len(self.routers), np.nan) for name in ROUTER if name != "expert_load"}
         values["expert_load"] = np.full((len(self.routers), max(router.n_experts for router in self.routers)), np.nan)
         weights = [router.read(self.parameters.as_model).weight.float() for router in self.routers]
         measured = [(router_similarity(w), router_conditioning(w), torch.isfinite(w).all()) for w in weights]
-        found = read_arrays([value for of_router in measured for value in of_router])  # one transfer for all routers
+        found = yield [value for of_router in measured for value in of_router]
         values["router_similarity"][:], values["router_conditioning"][:] = found[0::3], found[1::3]
         broken = {
             router.layer: "router weights" for router, good in zip(self.routers, found[2::3], strict=True) if not good
         }
         self._report_broken(step, broken)
-        return values | dict(probed)
+        return values | dict(probed.get("router", {}))
 
     def begin_update(self) -> None:
         """Prepare the measurement of the next update."""
@@ -320,40 +348,49 @@ class Collectors:
             self._require_memory(_n_bytes(new))
             self._probes.begin_update(copies)
 
-    def precision(self) -> dict[str, np.ndarray]:
+    def precision(self) -> Measurement[dict[str, np.ndarray]]:
         """Return the errors of the run's arithmetic."""
         assert self._probes is not None
         sites = () if self.reading.anatomy is None else self.reading.anatomy.sites
         # Parameters and gradients of one block, three times, one of them in float64.
         self._require_memory(8 * max((_n_bytes(site.module.parameters()) for site in sites), default=0))
         with self._passes():
-            return complete(self._probes.precision())
+            layers = self._probes.precision_layers
+            if not self.is_whole:
+                layers = layers[self._turn % max(1, len(layers)) :][:1]
+                self._turn += 1
+            measurement = self._probes.precision(layers)
+            tensors = next(measurement)
+        return finished(measurement, (yield tensors))
 
-    def update_effect(self) -> dict[str, float]:
+    def update_effect(self) -> Measurement[dict[str, float]]:
         """Return the effect of the update on the loss of fixed examples."""
         assert self._probes is not None
         with self._passes():
-            return self._probes.update()
+            measurement = self._probes.update()
+            tensors = next(measurement)
+        return finished(measurement, (yield tensors))
 
     def forget_update(self) -> None:
         """Discard the measurement of an update that was skipped."""
         self._update.forget()
 
-    def update(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def update(self, step: int, probed: Mapping[str, Any]) -> Measurement[dict[str, np.ndarray]]:
         """Return the measures of the update, from the parameters before and after it."""
-        values, broken = self._update.end()
+        values, broken = yield from self._update.end()
         self._report_broken(step, broken)
         return values
 
-    def activations(self, step: int, probed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def activations(self, step: int, probed: Mapping[str, Any]) -> Measurement[dict[str, np.ndarray]]:
         """Return the measures of the residual stream on the probe."""
-        if not probed:
+        yield []
+        if "activations" not in probed:
             raise SnapshotError("The probe did not pass through the model.")
-        is_bad = ~np.isfinite(probed["activation_max"])
+        is_bad = ~np.isfinite(probed["activations"]["activation_max"])
         self._report_broken(step, {int(layer): "activations" for layer in np.flatnonzero(is_bad)})
-        return dict(probed)
+        return dict(probed["activations"])
 
-    def curvature(self) -> dict[str, float]:
+    def curvature(self) -> Measurement[dict[str, float]]:
         """Return the sharpness of the loss on the probe, also preconditioned by Adam."""
         loss_of = self.options.loss_of
         if loss_of is None:
@@ -373,6 +410,7 @@ class Collectors:
                 scaled = preconditioned_sharpness(self.model, loss, self.optimizer)
             except OptionError:  # no second moments
                 scaled = math.nan
+        yield []
         return {
             "sharpness": unscaled,
             "sharpness_rate": unscaled * rate,

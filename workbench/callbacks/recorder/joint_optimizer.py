@@ -41,7 +41,7 @@ class JointOptimizer:
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = list(parts)
-        self.is_updating = False
+        self.is_updating, self.n_updates = False, 0
         self._stepped: set[int] = set()
         self._remove: list[Callable[[], None]] = []
         self._before: Callable[[Any], None] = lambda loss: None
@@ -147,6 +147,7 @@ class JointOptimizer:
 
     def _end(self) -> None:
         self.is_updating = False
+        self.n_updates += 1
         self._stepped.clear()
         self._after()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, TypeVar
@@ -36,10 +36,10 @@ CADENCE: dict[str, int | None] = {
 _SHORTEST_WINDOW = 10
 
 
-def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, int | None]:
-    """Return the number of steps between two measurements of each part."""
+def checked_cadence(every: Mapping[str, int | None] | int | None) -> tuple[dict[str, int | None], frozenset[str]]:
+    """Return the updates between two measurements of each part, and the parts for which the caller has fixed them."""
     if every is None:
-        return dict.fromkeys(CADENCE)
+        return dict.fromkeys(CADENCE), frozenset(CADENCE)
     if isinstance(every, Mapping):
         require_listed("every", every, CADENCE)
         given = dict(every)
@@ -55,12 +55,7 @@ def checked_cadence(every: Mapping[str, int | None] | int | None) -> dict[str, i
             "common direction: it grows with the number of updates, and noise only with its square root. Use "
             f"{_SHORTEST_WINDOW} steps or more."
         )
-    return cadence
-
-
-def is_due(step: int, every: int | None) -> bool:
-    """Return whether a part is measured after the update of a step, that is, after every ``every`` updates."""
-    return every is not None and (step + 1) % every == 0
+    return cadence, frozenset(given)
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -78,6 +73,8 @@ class RecorderOptions:
     profile_options: Mapping[str, Any] = field(default_factory=dict)
     planned: Mapping[str, Any] = field(default_factory=dict)
     n_probe_tokens: int = 512
+    budget: float | None = None
+    fixed: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -88,6 +85,7 @@ class RecorderMemory:
     probe: Any = None
     recent_examples: list[int] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    costs: dict[str, float] = field(default_factory=dict)
 
 
 #: Metrics of every update, in the order in which they are stored; NaN if unknown.
@@ -95,6 +93,7 @@ NUMBERS = (
     "loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate", "batch_size", "n_tokens", "token_entropy",
     "label_entropy", "label_agreement", "largest_losses", "ignored_labels", "repeated_examples", "loss_weight",
     "is_training", "loss_scale", "is_skipped", "repeated_batch", "lookahead", "update_ratio", "spike_score",
+    "examined",
 )  # fmt: skip
 
 
@@ -164,8 +163,8 @@ T = TypeVar("T")
 PATIENCE, LIMIT = 10.0, 120.0
 
 #: Metrics of an update that are summed over the ranks that have them; all others that are shared are averaged.
-SUMS = ("batch_size", "n_tokens", "n_changes", "n_unmade")
-MEANS = tuple(name for name in NUMBERS if name not in (*SUMS, "repeated_batch", "spike_score"))
+SUMS = ("batch_size", "n_tokens")
+MEANS = tuple(name for name in NUMBERS if name not in (*SUMS, "repeated_batch", "spike_score", "examined"))
 
 
 def is_first() -> bool:
@@ -240,28 +239,41 @@ def on_ranks(failed: Mapping[int, str]) -> str:
     return f"on {_in_words([*failed])}: {reason}" if is_shared() else reason
 
 
-def of_all_ranks(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Combine the metrics of an update over all ranks, in one message whose length does not depend on the metrics.
+def of_all_ranks(
+    rows: Sequence[Mapping[str, float]], n_changes: int, n_unmade: int
+) -> tuple[list[dict[str, float]], int, int]:
+    """Combine the metrics of some updates over all ranks, in one message whose length does not depend on the metrics.
 
-    The metrics in `MEANS` and `SUMS` are averaged or summed; others keep their value on each rank.
+    The metrics in `MEANS` and `SUMS` are averaged or summed; others keep their value on each rank. The numbers of
+    changed settings and of updates that were not made are summed.
     """
+    names = MEANS + SUMS
+    own = np.array([[float(row.get(name, math.nan)) for name in names] for row in rows])
+    is_given = np.array([[name in row for name in names] for row in rows])
+    is_known = is_given & ~np.isnan(own)
+    # A loss that is NaN on one rank is NaN for all.
+    is_broken = is_given & np.isnan(own) & (np.array(names) != "lookahead")
+    message = [np.where(is_known, own, 0.0), is_known, is_broken]
+    sums = summed_over_ranks(np.r_[np.array(message, dtype=np.float64).ravel(), n_changes, n_unmade])
+    total, count, n_broken = sums[:-2].reshape(3, *own.shape)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        combined = np.where([name in MEANS for name in names], total / count, total)
+    combined[n_broken > 0] = math.nan
+    is_found = (count > 0) | (n_broken > 0)
+    found = [
+        dict(row) | {name: float(value) for name, value, is_one in zip(names, *of_row, strict=True) if is_one}
+        for row, *of_row in zip(rows, combined, is_found, strict=True)
+    ]
+    return found, int(sums[-2]), int(sums[-1])
+
+
+def mean_over_ranks(numbers: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+    """Return the means of numbers over the ranks that have them, by name; a collective operation."""
     if not is_shared():
         return dict(numbers)
-    names = MEANS + SUMS
-    own = [float(numbers.get(name, math.nan)) for name in names]
-    is_known = [name in numbers and not math.isnan(value) for name, value in zip(names, own, strict=True)]
-    # A loss that is NaN on one rank is NaN for all.
-    is_broken = [
-        name in numbers and name != "lookahead" and math.isnan(value) for name, value in zip(names, own, strict=True)
-    ]
-    sums = summed_over_ranks(np.array([np.where(is_known, own, 0.0), is_known, is_broken], dtype=np.float64))
-    found = dict(numbers)
-    for name, total, count, n_broken in zip(names, *sums, strict=True):
-        if n_broken:
-            found[name] = math.nan
-        elif count:
-            found[name] = float(total / count if name in MEANS else total)
-    return found
+    own = np.array([numbers.get(name, math.nan) for name in names])
+    total, count = summed_over_ranks(np.array([np.nan_to_num(own), ~np.isnan(own)], dtype=np.float64))
+    return {name: float(total[i] / count[i]) for i, name in enumerate(names) if count[i]}
 
 
 def summed_over_ranks(values: np.ndarray) -> np.ndarray:

@@ -92,12 +92,14 @@ class ProbeCollector:
             for name, weight in trained.items()
         }
 
-    def update(self) -> dict[str, float]:
+    def update(self) -> Measurement[dict[str, float]]:
         """Return the variables of ``schema.UPDATE``; NaN if the parameters were not copied before."""
         before, self._before = self._before, {}
         if not before:
+            yield []
             return {"loss_change": math.nan, "predicted_loss_change": math.nan}
         effect = update_effect(self.model, self._true_loss, before)
+        yield []
         return {"loss_change": effect.change, "predicted_loss_change": effect.predicted}
 
     @property
@@ -174,6 +176,10 @@ class QueryKeyWindow:
             for n in [max(1, _ENTRIES_AT_A_TIME // max(1, group[0].query.numel()))]  # layers that are computed together
             for start in range(0, len(group), n)
         ]
+
+    def release(self) -> None:
+        """Release the weights of the base point."""
+        self._base = []
 
     def measure(self, n_heads: int) -> Measurement[tuple[dict[str, np.ndarray], dict[int, str]]]:
         """Measure the changes since the base point; the current weights become the next base point.
@@ -295,8 +301,9 @@ class ReductionCollector:
         elif is_shared():
             self._values = _of_known_answer(known_answer_all_reduce(torch.zeros((), device=self._parameters[0].device)))
 
-    def values(self) -> dict[str, float]:
+    def values(self) -> Measurement[dict[str, float]]:
         """Return the variables of ``schema.REDUCTION`` for the step of the last `take`."""
+        yield []
         return self._values
 
     def _compared(self, found: GradientAgreement) -> dict[str, float]:

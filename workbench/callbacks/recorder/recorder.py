@@ -18,10 +18,10 @@ from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.alarms.settings_sentinel import planned_settings
 from workbench.callbacks.observation import Observation, Observers
 from workbench.callbacks.recorder.attached import AttachedRecorder
+from workbench.callbacks.recorder.budget import OF_STORE, Cost
 from workbench.callbacks.recorder.collectors import ModelReading, read_model
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters, optimizers_in
 from workbench.callbacks.recorder.options import (
-    CADENCE,
     RecorderMemory,
     RecorderOptions,
     checked_cadence,
@@ -38,10 +38,11 @@ from workbench.io.store import open_run
 from workbench.models.calling import bare, is_shared, on_device_of
 from workbench.monitors.scalars import SpikeScore
 from workbench.option_checks import checked
-from workbench.option_kinds import PositiveFloat, PositiveInt
+from workbench.option_kinds import Level, PositiveFloat, PositiveInt
 from workbench.schema.events import Event
 from workbench.schema.runs import PARTS
 from workbench.training.recording import describe_model, new_run, recorded_configuration, require_same
+from workbench.training.training_plan import NO_OPTIONS
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
@@ -76,10 +77,15 @@ class Recorder:
 
     Args:
         path: Path of the run's store; None to write nothing and pass values only to observers and loggers.
-        every: Steps between two measurements, by part: ``attention``, ``router``, ``optimizer`` (10 each),
-            ``reduction`` (5), ``precision`` (20), ``activations``, ``update`` (50), ``curvature``, ``spectra`` (off);
-            or one number for all parts that are on by default; or None to record only the metrics of each update. For
+        every: Steps between two measurements of a part, which then do not follow the budget, such as
+            ``{"precision": 100, "spectra": 500}``; None switches a part off. The others are measured every 10
+            (``attention``, ``router``, ``optimizer``), 5 (``reduction``), 20 (``precision``) or 50 steps
+            (``activations``, ``update``), or less often if the budget requires it; ``curvature`` and ``spectra`` are
+            off. One number fixes all parts that are on; None records only the metrics of each update. For
             ``attention`` it is also the number of updates over which queries and keys are compared.
+        budget: Share of the training time that the recorder may take, kept on any machine by measuring what each part
+            costs there: parts are measured less often, and contents of batches, norms, settings and alarms are
+            examined only at some updates. The loss of every update is recorded. None sets no limit.
         probe: Inputs on which activations, attention and routing are measured, a few examples; None for the first
             examples of the first batch. All measurements use the same inputs.
         n_probe_tokens: Approximate number of tokens to take from the first batch.
@@ -122,7 +128,8 @@ class Recorder:
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        every: Mapping[str, int | None] | int | None = CADENCE,
+        every: Mapping[str, int | None] | int | None = NO_OPTIONS,
+        budget: Level | None = 0.02,
         probe: Any = None,
         n_probe_tokens: PositiveInt = 512,
         alpha: PositiveFloat = 2.0,
@@ -135,7 +142,7 @@ class Recorder:
         overwrite: bool = False,
         resume: bool = False,
     ) -> None:
-        self.every = checked_cadence(every)
+        self.every, fixed = checked_cadence(every)
         if self.every["curvature"] is not None and loss_of is None:
             raise OptionError(
                 "curvature needs the loss as a function; pass wb.Recorder(..., loss_of=), a function from model and "
@@ -145,7 +152,14 @@ class Recorder:
         self.alarms = alarms
         self.probe, self.n_probe_tokens = probe, n_probe_tokens
         self.options = RecorderOptions(
-            self.every, float(alpha), loss_of, dict(profile_options or {}), planned_settings(plan), n_probe_tokens
+            self.every,
+            float(alpha),
+            loss_of,
+            dict(profile_options or {}),
+            planned_settings(plan),
+            n_probe_tokens,
+            budget,
+            fixed,
         )
         self._loggers = (
             [] if log is None else [logging_observer(each) for each in (log if isinstance(log, list) else [log])]
@@ -214,11 +228,11 @@ class Recorder:
         if not continues:
             memory.step, memory.probe = 0, None
         if not step:
-            memory.recent_examples, memory.settings = [], {}
+            memory.recent_examples, memory.settings, memory.costs = [], {}, {}
         elif stored.get("step", step + 1) <= step:  # otherwise later examples would come again
             memory.recent_examples = stored["recent_examples"]
         if step and stored:
-            memory.settings = stored.get("settings", {})
+            memory.settings, memory.costs = stored.get("settings", {}), stored.get("costs", {})
         continues |= self._resumes
         output = self._output(model, step, continues=continues) if host is None else host
         alarms = self.alarms if alarms is None else alarms
@@ -306,6 +320,11 @@ class Recorder:
             logger(observation)
         self._observers.call(observation)
 
+    @property
+    def cost(self) -> Cost | None:
+        """What the recorder has cost since it was attached last, by part; None before."""
+        return None if self._attached is None else self._attached.cost()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON values; all records are on disk when this returns."""
         memory = self.memory
@@ -327,7 +346,7 @@ class Recorder:
             raise OptionError.of("state", tuple(state), "from state_dict()")
         self.memory.step, self._is_loaded = state["step"], True
         self.memory.recent_examples = state.get("recent_examples", [])
-        self.memory.settings = state.get("settings", {})
+        self.memory.settings, self.memory.costs = state.get("settings", {}), state.get("costs", {})
         if (probe := of_plain(state["probe"])) is not None:
             self.memory.probe = probe
 
@@ -374,7 +393,8 @@ class Recorder:
                 problem = error
         if (problem := of_first_rank(problem)) is not None:
             raise problem
-        output = RunOutput(writer, rows_per_block=self._rows_per_block)
+        share = None if self.options.budget is None else OF_STORE * self.options.budget
+        output = RunOutput(writer, rows_per_block=self._rows_per_block, share=share)
         word = "resumed" if step else "started"
         output.event(Event(step, word, message=f"{word.capitalize()} at step {step}."))
         return output

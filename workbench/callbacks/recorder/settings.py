@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache, partial
 from numbers import Real
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.formatting import counted, listed
 from workbench.io.provenance import versions
 from workbench.models.calling import bare, innermost
-from workbench.models.readable_weights import read_numbers
+from workbench.models.readable_weights import send_arrays
 
 #: Numbers in an optimizer's groups that are settings. Others may be its state, such as the counters and estimates that
 #: some optimizers store there; bools are settings regardless of their names.
@@ -149,17 +150,21 @@ class SingleTensors:
 
     def __init__(self, model: nn.Module, called: Collection[str]) -> None:
         self._model, self._called = model, called
-        self._n_updates = 0
+        self._n_checks = 0
         self._n_dead, self._n_still = Counter[str](), Counter[str]()
         self._reached: set[str] = set()
         self._norms: dict[str, float] = {}
         self._found = {NO_GRADIENT: NONE, NOT_CHANGED: NONE}
+        self._finish: Callable[[], None] | None = None
 
     @torch.no_grad()
-    def read(self) -> Mapping[str, str]:
-        """Return the names of such tensors, right before an update."""
-        self._n_updates += 1
-        if self._n_updates % _EVERY == 0:
+    def read(self, step: int) -> Mapping[str, str]:
+        """Return the names of such tensors, right before the update of a step."""
+        if (finish := self._finish) is not None:
+            self._finish = None
+            finish()
+        if (step + 1) // _EVERY > self._n_checks:
+            self._n_checks = (step + 1) // _EVERY
             self._check({name: p for name, p in self._model.named_parameters() if _is_checked(p)})
         return self._found
 
@@ -169,7 +174,15 @@ class SingleTensors:
             return
         largest = torch._foreach_norm([*gradients.values()], float("inf"))
         lengths = torch._foreach_norm([p.detach() for p in tensors.values()])
-        numbers = read_numbers([*largest, *lengths])  # the host waits once
+        is_late = largest[0].device.type != "cpu"  # then the host does not wait; the next call evaluates them
+        read = send_arrays([*largest, *lengths], waits=not is_late)
+        self._finish = partial(self._evaluate, [*tensors], [*gradients], read)
+        if not is_late:
+            self._finish, finish = None, self._finish
+            finish()
+
+    def _evaluate(self, tensors: list[str], gradients: list[str], read: Callable[[], list[np.ndarray]]) -> None:
+        numbers = [value.item() for value in read()]
         sizes = dict(zip(gradients, numbers, strict=False))
         norms = dict(zip(tensors, numbers[len(gradients) :], strict=True))
         self._reached |= {name for name, size in sizes.items() if size != 0}
@@ -212,10 +225,10 @@ class SettingsWatch:
         self._found: dict[str, Any] = {}
         self._has_updated = False
 
-    def read(self, autocast: torch.dtype | None, n_batches: int) -> None:
-        """Read the settings right before an update."""
+    def read(self, step: int, autocast: torch.dtype | None, n_batches: int) -> None:
+        """Read the settings right before the update of a step."""
         known: dict[str, Any] = {"autocast": "off" if autocast is None else autocast}
-        known |= self._tensors.read()
+        known |= self._tensors.read(step)
         self._found = settings_of(self.optimizer, self.model, **known, accumulation=n_batches or None)
 
     def changes(self, step: int) -> list[SettingsChange]:

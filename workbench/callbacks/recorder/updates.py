@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
 from workbench.callbacks.recorder.options import jointly, summed_over_ranks
-from workbench.models.readable_weights import in_pieces, local_part, read_numbers
+from workbench.models.readable_weights import Measurement, in_pieces, local_part, read_numbers
 from workbench.monitors.optimizer_health import adam_staleness, gradient_rms, n_unchanged, signal_share
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class UpdateCollector:
         self._module = {key: place.get(name, outside) for key, name in parameters.moved_names().items()}
         self._before: dict[int, Tensor] = {}
         self._roots: list[tuple[int, int, Tensor, float]] = []  # module, quantity, root mean square, count
+        self._steps: tuple[dict[int, float], int] = {}, 0  # counts of a fused optimizer, and updates seen until then
+        self._late, self._late_steps = list[int](), torch.zeros(0)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -77,18 +79,25 @@ class UpdateCollector:
                     self._add(taken, _GRADIENT, _unscaled(self.optimizer, part))
 
     @torch.no_grad()
-    def end(self) -> tuple[dict[str, np.ndarray], dict[int, str]]:
+    def end(self) -> Measurement[tuple[dict[str, np.ndarray], dict[int, str]]]:
         """Measure the update, right after it.
 
         Returns:
             For each variable an array (module,), and a description of layers with values that are not finite.
         """
         is_sharded = any(_is_sharded(each.weight) for each in self._weights())
-        sums, eps, ages = jointly(self._measured) if is_sharded else self._measured()
+        eps, ages = jointly(self._measure) if is_sharded else self._measure()
+        roots, self._roots = self._roots, []
+        counted = self.optimizer.n_updates
+        *values, late = yield [*(root for _, _, root, _ in roots), self._late_steps]
+        self._steps = dict(zip(self._late, late.tolist(), strict=True)), counted
+        sums = np.zeros((len(self.module_names), _N_QUANTITIES, 2))  # of squares, and counts
+        for (module, what, _, count), value in zip(roots, values, strict=True):
+            sums[module, what] += (value.item() ** 2 * count, count)
         return self._values(summed_over_ranks(sums) if is_sharded else sums, eps, ages)
 
-    def _measured(self) -> tuple[np.ndarray, list[float], list[tuple[float, float]]]:
-        """Return the sums of this rank, and eps, beta1 and age of the moments of each module."""
+    def _measure(self) -> tuple[list[float], list[tuple[float, float]]]:
+        """Compute the roots of this rank, and return eps, and beta1 and age of the moments, of each module."""
         eps = [math.nan] * len(self.module_names)
         ages = [(0.0, 0.0)] * len(self.module_names)  # beta1, and number of updates in the moments
         n_steps = self._read_steps()
@@ -125,7 +134,7 @@ class UpdateCollector:
                     self._add(taken, _FIRST_MOMENT, one / (1 - beta1**done))
                     self._add(taken, _SECOND_MOMENT, (second / correction).clamp_min(0).sqrt())
         self._before = {}
-        return self._read_sums(), eps, ages
+        return eps, ages
 
     def _values(
         self, sums: np.ndarray, eps: list[float], ages: list[tuple[float, float]]
@@ -216,7 +225,11 @@ class UpdateCollector:
         self._roots.append((module, what, gradient_rms(entries), entries.numel() * part_weight))
 
     def _read_steps(self) -> dict[int, float]:
-        """Return the optimizer's step count of each parameter by its id; fused optimizers count on the device."""
+        """Return the optimizer's step count of each parameter by its id.
+
+        Fused optimizers count on the device: the host waits for these counts once, and then adds the updates since the
+        last ones that it has read.
+        """
         found = {
             id(each.weight): self.optimizer.state.get(each.weight, {}).get("step", each.group.get("step"))
             for each in self._weights()
@@ -224,17 +237,14 @@ class UpdateCollector:
         here = {key: v.detach().numpy() for key, v in found.items() if isinstance(v, Tensor) and v.device.type == "cpu"}
         found |= here
         late = {key: value for key, value in found.items() if isinstance(value, Tensor)}
-        read = dict(zip(late, read_numbers([*late.values()]), strict=True))
-        return {key: float(value) for key, value in (found | read).items() if value is not None}
-
-    def _read_sums(self) -> np.ndarray:
-        """Return sums of squares and counts, (module, quantity, 2); the host waits for the device only once."""
-        roots, self._roots = self._roots, []
-        sums = np.zeros((len(self.module_names), _N_QUANTITIES, 2))
-        values = read_numbers([root for _, _, root, _ in roots])
-        for (module, what, _, count), value in zip(roots, values, strict=True):
-            sums[module, what] += (value**2 * count, count)
-        return sums
+        known, counted = self._steps
+        if not late.keys() <= known.keys():
+            known, counted = dict(zip(late, read_numbers([*late.values()]), strict=True)), self.optimizer.n_updates
+        found |= {key: known[key] + self.optimizer.n_updates - counted for key in late}
+        self._late = [*late]
+        steps = [value.detach().reshape(()) for value in late.values()]
+        self._late_steps = torch.stack(steps) if steps else torch.zeros(0)
+        return {key: float(value) for key, value in found.items() if value is not None}
 
 
 class SampledUpdate:
