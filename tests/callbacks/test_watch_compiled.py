@@ -87,7 +87,7 @@ def test_no_graph_breaks_and_no_recompilation(make, task, tmp_path):  # noqa: F8
     assert first[0] >= 1
     assert same_weights(control, model)
     run = wb.open_run(tmp_path / "run.zarr")
-    assert run["precision"]["step"].values.tolist() == [1, 3, 4, 5, 6, 7]
+    assert run["precision"]["step"].values.tolist() == [1, 3, 5, 6, 7]  # step 4 was planned before
     assert run["reduction"]["step"].values.tolist() == [1, 3, 5]
     assert run["activations"]["step"].values.tolist() == [1, 3]
     assert run["monitors"]["batch_size"].values.tolist() == [8.0] * 8

@@ -214,7 +214,7 @@ class AttachedRecorder:
         self._settings: SettingsWatch | None = None
         self._optimizer: JointOptimizer | None = optimizer
         self._has_updated = step > 0
-        self._check_requested, self._checked_step = False, -1
+        self._check_requested = False
         self._n_unmade = 0
         if parameters.are_coarse:
             issue_warning(
@@ -374,10 +374,10 @@ class AttachedRecorder:
         """Decide which parts are measured after the coming update, once for each step."""
         if self._decided == self.step:
             return
-        collectors, forced = self._collectors, self._checked_step == self.step - self._n_unmade
+        collectors = self._collectors
         is_on = (lambda part: True) if collectors is None else collectors.is_on
-        self._decided, self._due = self.step, self._budget.due(self.step, self.step - self._n_unmade, is_on)
-        self._forced = {part for part in _CHECKS if forced and self._every[part] is not None}
+        self._decided, self._forced = self.step, set()
+        self._due = self._budget.due(self.step, self.step - self._n_unmade, is_on)
         self.batches.examines = "batch" in self._due
 
     def _begin_batch(self) -> None:
@@ -388,9 +388,9 @@ class AttachedRecorder:
             self._close_row()
         if not is_shared():  # with several ranks, all of them write the row at the next update
             self._write_unmade()
-        if self._check_requested:
-            self._check_requested, self._checked_step, self._decided = False, self.step - self._n_unmade, -1
         self._decide()
+        if self._check_requested:
+            self._check_requested, self._forced = False, {part for part in _CHECKS if self._every[part] is not None}
         if self._is_due("reduction"):
             self._guarded("reduction", lambda collectors: collectors.reduction.arm())
 
@@ -448,8 +448,9 @@ class AttachedRecorder:
         if collectors is None or optimizer is None:  # the closure was never called
             return
         with self._budget.timed("row"):
-            if "batch" in self._due and (ratio := self._guarded("sample", lambda collectors: self._sample.end())):
-                self._noted["update_ratio"] = ratio
+            if "batch" in self._due:
+                ratio = self._guarded("sample", lambda collectors: self._sample.end())
+                self._noted |= {} if ratio is None else {"update_ratio": ratio}
             due = [part for part in collectors.after_update if self._is_due(part)]
             is_skipped = was_skipped(optimizer)
             self._noted["is_skipped"] = float(is_skipped)

@@ -100,13 +100,13 @@ class Budget:
         costs: Mapping[str, float],
     ) -> None:
         self.share, self._device = share, device
-        self._base = {part: n for part, n in {**dict.fromkeys(OF_UPDATE, 1), **every}.items() if n is not None}
-        self._fixed = {*self._base} if share is None else {*fixed} & self._base.keys()
+        self._every = every  # which the user may change during the run
+        self._fixed = {*self._base} if share is None else {*fixed}
         self.interval = dict(self._base)
         #: Intervals longer than the cadence of their part.
         self.slowed: dict[str, int] = {}
         self._next: dict[str, int] = {}
-        self._costs: dict[str, deque[float]] = {part: deque([cost], _N_COSTS) for part, cost in costs.items()}
+        self._costs = {part: deque([cost], _N_COSTS) for part, cost in costs.items()}
         self._first: set[str] = set()  # parts whose cost is that of their first measurement
         self._total: dict[str, float] = {}
         self._now: dict[str, float] = {}
@@ -119,6 +119,11 @@ class Budget:
         self._has_plan = False
         self._lock = threading.Lock()
 
+    @property
+    def _base(self) -> dict[str, int]:
+        """Cadence of each part that is on."""
+        return dict.fromkeys(OF_UPDATE, 1) | {part: n for part, n in self._every.items() if n is not None}
+
     def due(self, step: int, made: int, is_on: Callable[[str], bool]) -> set[str]:
         """Return the parts that are measured after the update of a step; called once for each step.
 
@@ -128,8 +133,9 @@ class Budget:
             is_on: Function from a part to whether it can be measured.
         """
         found: set[str] = set()
-        passes = [part for part in PROBED if part in self._base and part not in self._fixed and is_on(part)]
-        for part, base in self._base.items():
+        cadence = self._base
+        passes = [part for part in PROBED if part in cadence and part not in self._fixed and is_on(part)]
+        for part, base in cadence.items():
             at = (made if part == "reduction" else step) + 1
             if part in self._fixed:
                 is_due = at % base == 0
@@ -139,12 +145,12 @@ class Budget:
                 is_due = at >= self._next.setdefault(part, -(-at // base) * base)
             if is_due:
                 found.add(part)
-                self._next[part] = at - at % base + (base if part in passes[1:] else self.interval[part])
+                self._next[part] = at - at % base + (base if part in passes[1:] else self.interval.get(part, base))
         return found
 
     def opens_window(self, part: str, step: int) -> bool:
         """Return whether a part that compares weights over its cadence needs those after the update of a step."""
-        if (base := self._base.get(part)) is None:
+        if (base := self._every.get(part)) is None:
             return False
         return (step + 1) % base == 0 if part in self._fixed else step + 1 == self._next.get(part, base) - base
 
@@ -198,17 +204,15 @@ class Budget:
         """Choose the intervals for known costs."""
         if self.share is None or math.isnan(known.get("step", math.nan)):
             return
-        allowed = (1 - OF_STORE) * self.share * known["step"]
-        of_fixed = sum(known.get(part, 0.0) / self._base[part] for part in self._fixed)
+        allowed, base = (1 - OF_STORE) * self.share * known["step"], self._base
+        of_fixed = sum(known.get(part, 0.0) / base[part] for part in self._fixed & base.keys())
         rest = max(allowed - known.get("row", 0.0) - of_fixed, _LEAST * allowed)
-        ideal = intervals(
-            {p: (known[p], b) for p, b in self._base.items() if p in known and p not in self._fixed}, rest
-        )
+        ideal = intervals({p: (known[p], b) for p, b in base.items() if p in known and p not in self._fixed}, rest)
         for part, n in ideal.items():
-            if not _SHORTER <= n / self.interval[part] <= _LONGER or n == self._base[part]:
-                self.interval[part] = rounded(n, self._base[part])
+            if not _SHORTER <= n / self.interval[part] <= _LONGER or n == base[part]:
+                self.interval[part] = rounded(n, base[part])
         self._has_plan = True
-        self.slowed = {part: n for part, n in self.interval.items() if n > self._base[part]}
+        self.slowed = {part: self.interval[part] for part in ideal if self.interval[part] > base[part]}
 
     def cost(self) -> Cost:
         """Return what observation has cost so far."""
