@@ -419,9 +419,8 @@ class AttachedRecorder:
                 if "settings" in self._due:
                     self._guarded("settings", lambda collectors: self._read_settings(collectors, optimizer))
                 if self._is_due("reduction"):  # if every rank can; otherwise a rank would wait forever for the others
-                    collectors = self._collectors
-                    is_on = collectors is not None and collectors.is_on("reduction")
-                    can_take = is_on and collectors.reduction.is_ready
+                    able = self._collectors
+                    can_take = able is not None and able.is_on("reduction") and able.reduction.is_ready
                     act = ReductionCollector.take if on_every_rank(can_take) else ReductionCollector.skip
                     self._guarded("reduction", lambda collectors: act(collectors.reduction), is_joint=True)
                 if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
@@ -633,7 +632,7 @@ class AttachedRecorder:
         if any(part in PROBED for part in parts):
             is_first = not self._has_updated
             self._start(found, "probe", lambda collectors: collectors.probed(parts, probed, is_first=is_first))
-        collectors.is_whole = bool(self._forced)  # an alarm is to be explained
+        collectors.is_whole = bool(self._forced) or "precision" not in self._budget.in_turn
         for part in parts:
             self._start(found, part, partial(Collectors.measure, part=part, step=step, probed=probed))
         opens, is_measured = self._budget.opens_window("attention", step), "attention" in parts

@@ -24,6 +24,8 @@ _N_COSTS, _N_STEPS = 5, 51
 _EVERY = 10
 #: Fraction of the budget for writing blocks of the store, and the least one for the parts, however much rows cost.
 OF_STORE, _LEAST = 0.2, 0.25
+#: Parts of which one block is measured at a time once the whole is too expensive for its cadence.
+_IN_TURN = ("precision",)
 #: An interval is kept while the one that the budget allows is within these multiples of it.
 _SHORTER, _LONGER = 0.45, 1.2
 
@@ -105,6 +107,8 @@ class Budget:
         self.interval = dict(self._base)
         #: Intervals longer than the cadence of their part.
         self.slowed: dict[str, int] = {}
+        #: Parts that are measured block by block.
+        self.in_turn: set[str] = set()
         self._next: dict[str, int] = {}
         self._costs = {part: deque([cost], _N_COSTS) for part, cost in costs.items()}
         self._first: set[str] = set()  # parts whose cost is that of their first measurement
@@ -211,6 +215,10 @@ class Budget:
         for part, n in ideal.items():
             if not _SHORTER <= n / self.interval[part] <= _LONGER or n == base[part]:
                 self.interval[part] = rounded(n, base[part])
+        for part in _IN_TURN:
+            if part in ideal and self.interval[part] > base[part] and part not in self.in_turn:
+                self.in_turn.add(part)
+                del self._costs[part]
         self._has_plan = True
         self.slowed = {part: self.interval[part] for part in ideal if self.interval[part] > base[part]}
 

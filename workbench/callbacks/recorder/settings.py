@@ -176,9 +176,10 @@ class SingleTensors:
         lengths = torch._foreach_norm([p.detach() for p in tensors.values()])
         is_late = largest[0].device.type != "cpu"  # then the host does not wait; the next call evaluates them
         read = send_arrays([*largest, *lengths], waits=not is_late)
-        self._finish = partial(self._evaluate, [*tensors], [*gradients], read)
-        if not is_late:
-            self._finish, finish = None, self._finish
+        finish = partial(self._evaluate, [*tensors], [*gradients], read)
+        if is_late:
+            self._finish = finish
+        else:
             finish()
 
     def _evaluate(self, tensors: list[str], gradients: list[str], read: Callable[[], list[np.ndarray]]) -> None:
