@@ -49,7 +49,7 @@ from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_n
 from workbench.errors import WorkbenchError
 from workbench.io.run_output import RunOutput, before_exit, issue_warning
 from workbench.models.calling import bare, is_shared
-from workbench.models.readable_weights import Measurement, complete, finished, send_arrays
+from workbench.models.readable_weights import Measurement, complete, finish, send_arrays
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
@@ -137,7 +137,7 @@ class _Flight:
         for part, each in measured.items():
             own, start = [next(values) for _ in each.tensors], time.thread_time()
             try:
-                found[part] = finished(each.measurement, own)
+                found[part] = finish(each.measurement, own)
             except Exception as error:  # noqa: BLE001  (it is reported where the row is published)
                 found[part] = error
             self.seconds[part] = time.thread_time() - start

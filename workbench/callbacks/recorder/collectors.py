@@ -34,7 +34,7 @@ from workbench.models.probing import without_own_hooks
 from workbench.models.readable_weights import (
     Measurement,
     complete,
-    finished,
+    finish,
     gathered,
     local_part,
     readable,
@@ -287,7 +287,7 @@ class Collectors:
                 tensors = next(measurement)
         finally:
             reshard(self._outermost)
-        found |= finished(measurement, (yield tensors))
+        found |= finish(measurement, (yield tensors))
         if is_first and "router" in found:
             found["router"]["routing_change"][:] = math.nan  # the parameters have not changed since then
 
@@ -361,7 +361,7 @@ class Collectors:
                 self._turn += 1
             measurement = self._probes.precision(layers)
             tensors = next(measurement)
-        return finished(measurement, (yield tensors))
+        return finish(measurement, (yield tensors))
 
     def update_effect(self) -> Measurement[dict[str, float]]:
         """Return the effect of the update on the loss of fixed examples."""
@@ -369,7 +369,7 @@ class Collectors:
         with self._passes():
             measurement = self._probes.update()
             tensors = next(measurement)
-        return finished(measurement, (yield tensors))
+        return finish(measurement, (yield tensors))
 
     def forget_update(self) -> None:
         """Discard the measurement of an update that was skipped."""

@@ -21,7 +21,7 @@ from workbench.models.attention_weights import QueryKey, Unreadable
 from workbench.models.calling import call_model, is_shared
 from workbench.models.losses import loss_in, prediction_of, tensors_in, token_loss
 from workbench.models.probing import undisturbed
-from workbench.models.readable_weights import Measurement, complete
+from workbench.models.readable_weights import Measurement, finish
 from workbench.monitors.attention_health import spectrum_of_grams, update_grams
 from workbench.monitors.matrices import at_least_float32, frobenius_norm, spectral_entropy, stable_rank, widened
 from workbench.probes.gradient_agreement import GradientAgreement, GradientVerdict
@@ -257,6 +257,7 @@ class ReductionCollector:
         self._parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         self._projections: GradientProjections | None = None
         self._values = dict(_UNKNOWN)
+        self._begun: tuple[Measurement[Any], Sequence[Tensor]] | None = None
         self._n_taken = 0
         self._wrong: list[int] = []
         with suppress(OptionError):  # parameters that are sharded in another way, or a device without float64
@@ -291,20 +292,23 @@ class ReductionCollector:
         self.disarm()
 
     def take(self) -> None:
-        """Compare the gradients right before the update; called on every rank if all are ready."""
-        self._values = dict(_UNKNOWN)
+        """Begin to compare the gradients right before the update; called on every rank if all are ready."""
+        self._values, self._begun = dict(_UNKNOWN), None
         self._n_taken += 1
-        if self._projections is not None:
-            projections = self._projections
-            step = projections.gathered(jointly(lambda: complete(projections.measured())))
-            self._values = self._compared(compare_gradients(step))
+        if (projections := self._projections) is not None:
+            measurement = projections.measured()
+            self._begun = measurement, jointly(lambda: next(measurement))
         elif is_shared():
             self._values = _of_known_answer(known_answer_all_reduce(torch.zeros((), device=self._parameters[0].device)))
 
     def values(self) -> Measurement[dict[str, float]]:
         """Return the variables of ``schema.REDUCTION`` for the step of the last `take`."""
-        yield []
-        return self._values
+        begun, self._begun, values = self._begun, None, self._values
+        if begun is None or self._projections is None:
+            yield []
+            return values
+        own = finish(begun[0], (yield begun[1]))
+        return self._compared(compare_gradients(self._projections.gathered(own)))
 
     def _compared(self, found: GradientAgreement) -> dict[str, float]:
         measured = [state for state in found.states if state != GradientVerdict.NOT_MEASURED]
