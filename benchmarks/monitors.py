@@ -64,6 +64,7 @@ TIMED: tuple[tuple[type, str, str | Callable[..., str]], ...] = (
     (AttachedRecorder, "_after_step", "hooks"),
     (BatchWatch, "_enter", "batch"),
     (BatchWatch, "_leave", "batch"),
+    (BatchWatch, "_arrive", "batch"),
     (GradientProjections, "_see", "reduction"),
     (Alarms, "observe", lambda alarms, observation: f"alarms {observation.part}"),
     (Alarms, "_evidence_row", "alarms monitors"),
