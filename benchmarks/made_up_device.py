@@ -108,7 +108,7 @@ class Costs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, packet = kwargs or {}, func.overloadpacket
-        out = self._by_mask(packet, args)
+        out = self._by_values(packet, args)
         out = func(*args, **kwargs) if out is None else out
         given, made = _here((args, kwargs)), _here(out)
         if func.is_view or packet in _FREE or not (given or made):
@@ -139,9 +139,13 @@ class Costs(TorchDispatchMode):
         cost.seconds += max(n_launches * LAUNCH, n_bytes / BANDWIDTH, n_flops / speed)
         return out
 
-    def _by_mask(self, packet: Any, args: Any) -> torch.Tensor | None:
-        """Return the result of an operation whose shape depends on values, as if all of them were true."""
+    def _by_values(self, packet: Any, args: Any) -> torch.Tensor | bool | None:
+        """Return the result of an operation whose kind depends on values, as if they were true; None for others."""
         source, mask, shape = args[0] if args else None, None, ()
+        if packet is _ATEN.equal:
+            if source.device.type == KIND:
+                self.note_read()
+            return True
         if not isinstance(source, FakeTensor):
             return None
         if packet is _ATEN.nonzero:

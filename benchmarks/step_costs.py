@@ -65,11 +65,11 @@ LIMITS = {
     "attention": (21, 8, 1),
     "optimizer": (61, 59, 1),
     "activations": (0, 0, 0),
-    "precision": (0, 420, 1),
-    "reduction": (181, 545, 1),
+    "precision": (0, 274, 1),
+    "reduction": (55, 8, 1),
     "update": (62, 190, 1),
-    "KSS, recommended": (18, 48, 13),
-    "KSS, published": (13, 30, 9),
+    "KSS, recommended": (20, 30, 5),
+    "KSS, published": (20, 30, 5),
 }
 #: Largest number of waits in a step in which all parts of a recorder are measured.
 MOST_WAITS = 7
