@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Operations whose result depends on values, which the host has to wait for, and factorizations that it waits for.
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "linalg_", "_linalg", "bincount")
+#: Operations that launch nothing.
+FREE = ("empty", "new_empty", "_unsafe_view", "promote_types")
 
 
 class Launches(TorchDispatchMode):
@@ -22,7 +24,7 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if not func.is_view and not name.startswith(("empty", "new_empty")):
+        if not func.is_view and not name.startswith(FREE):
             self.operations[name] += 1
             is_by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
             self.operations["index by mask"] += is_by_mask

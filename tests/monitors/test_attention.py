@@ -206,7 +206,7 @@ def test_attention(kind, scale, n_kv, monkeypatch):
     }[kind]
     visible = visible.expand(B, H, T, T)
     rows = PADDED if kind == "both" else None
-    health = measure_attention(q, k, scale=scale, is_causal=is_causal, mask=mask, rows=rows)
+    health = measure_attention(q, k, scale=scale, is_causal=is_causal, mask=mask, rows=rows).health
     expected = by_hand(q, k.repeat_interleave(H // n_kv, 1), scale or DH**-0.5, visible, rows)
     check(health, expected, rtol=1e-10, atol=1e-12)
 
@@ -215,7 +215,7 @@ def test_a_mask_that_adds_a_bias():
     q, k, bias = draw(B, H, T, DH), draw(B, H, T, DH, seed=1), draw(1, H, T, T, seed=2)
     logits = q @ k.mT + bias
     p = logits.softmax(-1)
-    health = measure_attention(q, k, scale=1.0, mask=bias)
+    health = measure_attention(q, k, scale=1.0, mask=bias).health
     torch.testing.assert_close(health.logit_max, logits.amax((0, 2, 3)))
     torch.testing.assert_close(health.entropy, torch.special.entr(p).sum(-1).mean((0, 2)))
 
@@ -224,17 +224,17 @@ def test_a_mask_that_adds_a_bias():
 def test_scores_as_they_enter_a_softmax(hidden):
     q, k = draw(B, H, T, DH), draw(B, H, T, DH, seed=1)
     logits = (DH**-0.5 * q @ k.mT).float().masked_fill(~CAUSAL, hidden)
-    expected = measure_attention(q.float(), k.float(), is_causal=True)
-    found = measure_logits(logits)
+    expected = measure_attention(q.float(), k.float(), is_causal=True).health
+    found = measure_logits(logits).health
     for name in ("logit_max", "entropy", "entropy_share"):
         torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
 
 
 def test_collapsed_and_even_attention():
     k = torch.eye(4)[None, None]
-    health = measure_attention(1e6 * k, k, scale=1.0)
+    health = measure_attention(1e6 * k, k, scale=1.0).health
     assert (health.logit_max.item(), health.entropy.item(), health.entropy_share.item()) == (1e6, 0, 0)
-    health = measure_attention(0 * k, k)
+    health = measure_attention(0 * k, k).health
     assert health.entropy.item() == pytest.approx(math.log(4))
     assert health.entropy_share.item() == pytest.approx(1)
 
@@ -242,16 +242,18 @@ def test_collapsed_and_even_attention():
 def test_a_head_that_is_not_finite():
     q, k = draw(B, H, T, DH), draw(B, H, T, DH, seed=1)
     q[1, 2, 3, 0] = math.nan
-    health = measure_attention(q, k, is_causal=True)
+    health = measure_attention(q, k, is_causal=True).health
     for values in (health.logit_max, health.entropy, health.entropy_share):
         assert values[2].isnan()
         assert values[[0, 1, 3]].isfinite().all()
 
 
 def test_without_visible_tokens():
-    health = measure_attention(draw(1, 2, 3, 4), draw(1, 2, 3, 4), mask=torch.zeros(3, 3, dtype=torch.bool))
+    health = measure_attention(draw(1, 2, 3, 4), draw(1, 2, 3, 4), mask=torch.zeros(3, 3, dtype=torch.bool)).health
     assert all(values.isnan().all() for values in (health.logit_max, health.entropy, health.entropy_share))
-    assert measure_attention(draw(1, 2, 1, 4), draw(1, 2, 1, 4)).entropy_share.isnan().all()  # only one visible token
+    assert (
+        measure_attention(draw(1, 2, 1, 4), draw(1, 2, 1, 4)).health.entropy_share.isnan().all()
+    )  # only one visible token
 
 
 def test_heads_that_do_not_match():

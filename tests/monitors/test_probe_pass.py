@@ -12,6 +12,7 @@ from torch import nn
 import workbench as wb
 from tests import oracle
 from tests.about import about
+from tests.launches import Launches, launched
 from tests.models.model_families import BY_NAME, build, make_inputs
 from tests.zoo.zoo_models import MAKERS, inputs_for, perturbed
 from workbench.errors import OptionError
@@ -369,6 +370,49 @@ def test_a_layer_that_is_not_finite_leaves_the_others(name):
     assert np.isnan(taken["activations"]["log_z"])
     assert probe.unreadable == []
     probe.take()
+
+
+#: Waits of the models' own code: experts choose their tokens by index, transformers looks for packed sequences.
+OWN_WAITS = {"transformer": set(), "moe": {"nonzero"}}
+
+
+@pytest.mark.parametrize("name", ["transformer", "moe", "mixtral", "gpt_oss"])
+def test_the_host_waits_only_for_the_values(name):
+    family = BY_NAME.get(name)
+    model = MAKERS[name](0) if family is None else build(family, attn_implementation="eager")
+    inputs = inputs_for(model) if family is None else make_inputs(family)
+    if family is not None:
+        inputs = {"input_ids": inputs, "attention_mask": PAD["left"]}
+    probe = probe_of(model, inputs)
+    expected = probe.take()  # reads the mask
+    launches, found = launched(probe.taking())
+    assert launches.waits.keys() <= OWN_WAITS.get(name, {"nonzero", "_local_scalar_dense"})
+    assert found.keys() == expected.keys()
+    for part, values in found.items():
+        for variable, value in values.items():
+            if variable != "routing_change":
+                np.testing.assert_array_equal(value, expected[part][variable])
+
+
+def test_a_layer_takes_few_operations():
+    """Most of them are those of the scores; measures of states and means are computed for all layers at once."""
+    counts = []
+    for n_layers in (2, 6):
+        model = wb.zoo.transformer(d_model=16, n_layers=n_layers, n_heads=2, vocab_size=16, max_length=8)
+        tokens = torch.arange(16).reshape(2, 8)
+        with Launches() as of_model, torch.no_grad():
+            model(tokens)
+        counts.append(launched(probe_of(model, tokens).taking())[0].n_operations - of_model.n_operations)
+    assert (counts[1] - counts[0]) / 4 < 20
+
+
+def test_states_are_measured_alike_in_parts_of_any_size(monkeypatch):
+    model = perturbed(MAKERS["transformer"](0))
+    probe = probe_of(model, inputs_for(model))
+    whole = probe.take(["activations"])["activations"]
+    monkeypatch.setattr("workbench.monitors.probe_pass._ENTRIES_ON_HOST", 0)  # layer by layer
+    for name, value in probe.take(["activations"])["activations"].items():
+        np.testing.assert_allclose(value, whole[name], rtol=1e-12)
 
 
 def test_an_unknown_part():

@@ -301,7 +301,8 @@ def of_attention(blocks: list[BlockRecord], anatomy: Anatomy, unseen: list[str])
     }
     hidden = []
     for block, site in zip(blocks, anatomy.sites, strict=True):
-        health, sharpness = block.notes.attention, block.sharpness
+        queries, sharpness = block.notes.attention, block.sharpness
+        health = None if queries is None else queries.health
         hidden += [site.name] if health is None else []
         values = (
             None if health is None else health.entropy_share,

@@ -12,9 +12,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from workbench.models.probing import storage_pointer
+from workbench.models.readable_weights import on_device
 from workbench.models.router_weights import Router
 from workbench.models.tracing import CASTS, Arguments
-from workbench.monitors.attention_health import AttentionHealth, measure_attention, measure_logits
+from workbench.monitors.attention_health import AttentionQueries, measure_attention, measure_logits
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Products:
     is_causal: bool = False  # whether attention is causal, as in that function
     mask: Tensor | None = None  # mask, as in that function; broadcast to (batch, head, token, token)
 
-    def health(self) -> AttentionHealth:
+    def measure(self) -> AttentionQueries:
         """Measure the attention, see `measure_attention`."""
         return measure_attention(
             self.q, self.k, scale=self.scale, is_causal=self.is_causal, mask=self.mask, rows=self.rows
@@ -42,7 +43,7 @@ class Logits:
     logits: Tensor  # shape (batch, head, token, token), or with a sink as last column
     rows: Tensor | None  # mask of the querying tokens to include, shape (batch, token); None for all
 
-    def health(self) -> AttentionHealth:
+    def measure(self) -> AttentionQueries:
         """Measure the attention, see `measure_logits`."""
         return measure_logits(self.logits, rows=self.rows)
 
@@ -56,7 +57,7 @@ class BlockNotes:
     measures_attention: bool = True  # whether to measure the attention
     router: Router | None = None  # router of the block; None if there is none or it is not measured
     router_weight: Tensor | None = None  # the parameter that contains the router's weight
-    attention: AttentionHealth | None = None  # first self-attention of the block's tokens; None if not seen
+    attention: AttentionQueries | None = None  # first self-attention of the block's tokens; None if not seen
     logits: Tensor | None = None  # logits of the router, shape (token, expert); None if not seen
     choices: Tensor | None = None  # experts chosen by the router, shape (token, k); None if not seen
     batch_axis: int = 0  # axis of ``leading`` that counts sequences
@@ -73,9 +74,9 @@ class BlockNotes:
         if choices is None and not router.is_corrected:
             choices = logits.topk(router.top_k, dim=-1).indices
         if self.rows is not None and len(logits) == self.n_tokens:
-            counts = self.rows.flatten().to(logits.device)
+            counts = on_device(self.rows.flatten().nonzero().squeeze(-1), logits.device)  # the mask is on the host
+            choices = choices[counts] if choices is not None and len(choices) == len(logits) else choices
             logits = logits[counts]
-            choices = choices[counts] if choices is not None and len(choices) == len(counts) else choices
         return logits, choices
 
     def rows_as(self, n_rows: int, n_tokens: int) -> Tensor | None:
@@ -95,7 +96,7 @@ class BlockCalls(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.block: BlockNotes | None = None
-        self._maximum: tuple[Tensor, Tensor] | None = None  # scores and their maximum, which may be subtracted
+        self._maximum: tuple[Tensor, Tensor] | None = None  # scores and their maximum, or scores minus that
         self._casts: list[Tensor] = []  # copies of a router's weight; stored so that their addresses are not reused
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -108,7 +109,7 @@ class BlockCalls(TorchFunctionMode):
 
     def measure(self, block: BlockNotes, call: Products | Logits) -> None:
         """Measure and store the attention of a block."""
-        block.attention = call.health()
+        block.attention = call.measure()
 
     def on_fused_attention(self, block: BlockNotes, given: Arguments, result: Any) -> None:
         """Handle a call of `scaled_dot_product_attention`."""
@@ -144,13 +145,18 @@ class BlockCalls(TorchFunctionMode):
             return
         scores_and_maximum, self._maximum = self._maximum, None
         if scores_and_maximum is not None:  # gpt_oss and others with sinks subtract the largest logit of each token
-            scores, maximum = scores_and_maximum
-            logits = scores if torch.equal(scores - maximum, logits) else logits
+            scores, difference = scores_and_maximum
+            logits = scores if logits is difference else logits
         n_tokens = logits.shape[-2]
         n_rows = block.n_tokens // n_tokens
         if n_rows * n_tokens == block.n_tokens and logits.shape[0] % n_rows == 0:
             logits = logits.reshape(n_rows, -1, *logits.shape[-2:])
             self.measure(block, Logits(logits, block.rows_as(n_rows, n_tokens)))
+
+    def on_difference(self, block: BlockNotes, given: Arguments, result: Any) -> None:
+        """Handle a difference, and store it in place of the maximum if that is subtracted from its scores."""
+        if self._maximum is not None and self._maximum[0] is given.args[0] and self._maximum[1] is given.args[-1]:
+            self._maximum = self._maximum[0], result
 
     def on_packed_attention(self, block: BlockNotes, given: Arguments, result: Any) -> None:
         """Handle the call behind `torch.nn.MultiheadAttention`, whose inner calls are not visible."""
@@ -214,6 +220,7 @@ _NOTES: dict[str, Callable[[BlockCalls, BlockNotes, Arguments, Any], None]] = {
     "multi_head_attention_forward": BlockCalls.on_packed_attention,
     **dict.fromkeys(("linear", "matmul", "mm", "addmm"), BlockCalls.on_projection),
     **dict.fromkeys(("topk", "argmax", "max"), BlockCalls.on_choice),
+    "sub": BlockCalls.on_difference,
     **dict.fromkeys(CASTS, BlockCalls.on_cast),
 }
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workbench.errors import OptionError
-from workbench.models.readable_weights import read_arrays
+from workbench.models.readable_weights import on_device, read_arrays
 from workbench.monitors.matrices import at_least_float32, widened, without_rounding
 
 #: Number of scores to hold at a time: on the host as many as fit its caches, elsewhere enough to occupy the device.
@@ -161,6 +161,39 @@ class AttentionHealth:
     entropy_share: Tensor
 
 
+@dataclass(frozen=True)
+class AttentionQueries:
+    """What each query of one layer sees: shape (batch, head, token), on the device."""
+
+    largest: Tensor  # largest score of a visible token
+    entropy: Tensor  # entropy of its attention, in nat
+    n_seen: Tensor  # number of visible tokens; 0 for a query to leave out
+    n_choices: Tensor  # number of tokens that could be seen
+
+    @property
+    def health(self) -> AttentionHealth:
+        """The measures of the layer."""
+        of_layers = attention_health([self])
+        return AttentionHealth(of_layers.logit_max[0], of_layers.entropy[0], of_layers.entropy_share[0])
+
+
+def attention_health(layers: Sequence[AttentionQueries]) -> AttentionHealth:
+    """Return the measures of layers of equal shape, (layer, head); NaN for heads without a query that counts."""
+    largest, entropy, n_seen, n_choices = (
+        widened(torch.stack([getattr(layer, name) for layer in layers]))
+        for name in ("largest", "entropy", "n_seen", "n_choices")
+    )
+    is_left_out, has_no_choice = n_seen <= 0, (n_choices <= 1) | (n_seen <= 0)
+    over_queries = (1, 3)
+    n_queries = (~is_left_out).sum(over_queries)
+    share = (entropy / n_choices.log()).masked_fill(has_no_choice, 0).sum(over_queries)
+    return AttentionHealth(
+        largest.masked_fill(is_left_out, -torch.inf).amax(over_queries).masked_fill(n_queries == 0, torch.nan),
+        entropy.masked_fill(is_left_out, 0).sum(over_queries) / n_queries,
+        share / (~has_no_choice).sum(over_queries),
+    )
+
+
 def measure_attention(
     q: Tensor,
     k: Tensor,
@@ -169,10 +202,10 @@ def measure_attention(
     is_causal: bool = False,
     mask: Tensor | None = None,
     rows: Tensor | None = None,
-) -> AttentionHealth:
-    """Measure logits and entropy of the attention softmax(scale q k' + mask), one number per query head.
+) -> AttentionQueries:
+    """Measure attention scores scale * q @ k' without keeping them, and without the host waiting.
 
-    Attention is defined as in `scaled_dot_product_attention`: queries (batch, query head, token, head_dim) as they
+    The arguments are those of `scaled_dot_product_attention`: queries (batch, query head, token, head_dim) as they
     enter the scores, keys (batch, key head, token, head_dim), each of which may serve several consecutive query heads,
     and a boolean mask of visible tokens or a number added to the scores. ``rows`` is a mask of the querying tokens to
     include, (batch, token); tokens that see no token are never included. It is computed in the precision of the
@@ -181,28 +214,28 @@ def measure_attention(
     _check_groups(q.shape[-3], k.shape[-3])
     q, k = at_least_float32(q), at_least_float32(k)
     k = _spread(k, q.shape[-3] // k.shape[-3])
-    (n_rows, n_heads, n_queries), n_keys = q.shape[:3], k.shape[-2]
+    (n_rows, _, n_queries), n_keys = q.shape[:3], k.shape[-2]
     q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
     if mask is not None:
         mask = mask.expand(*torch.broadcast_shapes(mask.shape, (n_rows, 1, n_queries, n_keys)))
-    tally = _Tally(n_heads, q.device)
-    for row, part in _parts(n_rows, n_heads, n_queries, n_keys, q.device):
+
+    def scores(row: slice, part: slice) -> tuple[Tensor, Tensor | None]:
         end = min(part.stop, n_keys) if is_causal else n_keys
-        logits = q[row, :, part] @ k[row, :, :end].mT
-        is_visible = None
+        logits, is_hidden = q[row, :, part] @ k[row, :, :end].mT, None
         if is_causal:
-            is_visible = (
-                torch.arange(end, device=q.device) <= torch.arange(part.start, part.stop, device=q.device)[:, None]
-            )
+            shape = part.stop - part.start, end
+            is_hidden = torch.ones(shape, dtype=torch.bool, device=q.device).triu(part.start + 1)
         if mask is not None:
             here = mask[row, :, part, :end]
-            logits, is_open = (logits, here) if here.dtype == torch.bool else _added(logits, here)
-            is_visible = is_open if is_visible is None else is_visible & is_open
-        tally.add(logits, is_visible, None if rows is None else rows[row, None, part].to(q.device))
-    return tally.result()
+            is_masked = ~here if here.dtype == torch.bool else here < torch.finfo(here.dtype).min / 2
+            logits = logits if here.dtype == torch.bool else logits + here
+            is_hidden = is_masked if is_hidden is None else is_hidden | is_masked
+        return logits, is_hidden
+
+    return _of_queries(scores, (*q.shape[:3], n_keys), q.device, rows)
 
 
-def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHealth:
+def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionQueries:
     """Measure attention from the input of its softmax, scores (batch, head, token, token) with the mask added.
 
     Scores at the lowest value of the number format are masked. Since masks of -1e4 are common too, tokens with such a
@@ -210,73 +243,56 @@ def measure_logits(logits: Tensor, *, rows: Tensor | None = None) -> AttentionHe
     `measure_attention`.
     """
     lowest = torch.finfo(logits.dtype).min / 2
-    n_rows, n_heads, n_queries, n_keys = logits.shape
-    tally = _Tally(n_heads, logits.device)
-    for row, part in _parts(n_rows, n_heads, n_queries, n_keys, logits.device):
+
+    def scores(row: slice, part: slice) -> tuple[Tensor, Tensor]:
         here = at_least_float32(logits[row, :, part])
-        n_choices = (~(here <= _CUSTOMARY_MASK)).sum(-1)
-        tally.add(here, ~(here < lowest), None if rows is None else rows[row, None, part].to(here.device), n_choices)
-    return tally.result()
+        return here, here < lowest
+
+    return _of_queries(scores, logits.shape, logits.device, rows, mask_score=_CUSTOMARY_MASK)
 
 
-class _Tally:
-    """Accumulator of a layer's scores, part by part."""
-
-    def __init__(self, n_heads: int, device: torch.device) -> None:
-        zeros = widened(torch.zeros(4, n_heads, device=device))
-        self.entropy, self.fraction, self.n_entropies, self.n_fractions = zeros
-        self.largest = torch.full_like(self.entropy, -torch.inf)
-
-    def add(
-        self, logits: Tensor, is_visible: Tensor | None, rows: Tensor | None, n_choices: Tensor | None = None
-    ) -> None:
-        """Add some rows of scores, (row, head, token, token).
-
-        ``is_visible`` is broadcast to them, ``rows`` is a mask (row, 1, token) of the querying tokens to include, and
-        ``n_choices`` is the number of tokens that could be seen if it is not that of the visible ones.
-        """
-        if is_visible is None:
-            n_seen = torch.full_like(logits[..., 0], logits.shape[-1])
+def _of_queries(
+    scores: Callable[[slice, slice], tuple[Tensor, Tensor | None]],
+    shape: Sequence[int],
+    device: torch.device,
+    rows: Tensor | None,
+    *,
+    mask_score: float | None = None,
+) -> AttentionQueries:
+    """Measure scores and the mask of hidden ones, which a function returns for parts of the batch and the queries."""
+    by_row: dict[int, list[tuple[Tensor, ...]]] = {}
+    for row, part in _parts(shape, device):
+        logits, is_hidden = scores(row, part)
+        n_choices = None if mask_score is None else (~(logits <= mask_score)).sum(-1)
+        if is_hidden is None:
+            n_seen = torch.full((1, 1, 1), logits.shape[-1], device=device)
         else:
-            # Finite, since 0 * inf would be NaN, but still 0 after the exponential.
-            logits = logits.masked_fill(~is_visible, torch.finfo(logits.dtype).min / 4)
-            n_seen = is_visible.sum(-1).to(logits.dtype).expand(logits.shape[:-1])
-        n_choices = n_seen if n_choices is None else n_choices.to(logits.dtype)
-        largest = logits.amax(-1, keepdim=True)
-        below = logits - largest
-        weight = below.exp()
-        total = weight.sum(-1)
-        entropy = widened(total.log() - (weight * below).sum(-1) / total)
-        counts = n_seen > 0 if rows is None else (n_seen > 0) & rows
-        is_choice = counts & (n_choices > 1)
-        highest = widened(largest.squeeze(-1)).masked_fill(~counts, -torch.inf).amax((0, -1))
-        self.largest = torch.maximum(self.largest, highest)
-        self.entropy += entropy.masked_fill(~counts, 0).sum((0, -1))
-        self.fraction += (entropy / n_choices.log()).masked_fill(~is_choice, 0).sum((0, -1))
-        self.n_entropies += counts.sum((0, -1))
-        self.n_fractions += is_choice.sum((0, -1))
-
-    def result(self) -> AttentionHealth:
-        """Return the result; NaN for heads without an included token."""
-        largest = self.largest.masked_fill(self.n_entropies == 0, torch.nan)
-        return AttentionHealth(largest, self.entropy / self.n_entropies, self.fraction / self.n_fractions)
+            n_seen = logits.shape[-1] - is_hidden.sum(-1)
+            # Finite, so that a query that sees no token is not NaN, but still 0 after the exponential.
+            logits = logits.masked_fill(is_hidden, torch.finfo(logits.dtype).min / 4)
+        if rows is not None:
+            n_seen = n_seen * on_device(rows[row, None, part], device)
+        entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
+        n_seen = n_seen.expand(entropy.shape)
+        found = logits.amax(-1), entropy, n_seen, n_seen if n_choices is None else n_choices
+        by_row.setdefault(row.start, []).append(found)
+    of_rows = [[_joined(parts, -1) for parts in zip(*pieces, strict=True)] for pieces in by_row.values()]
+    return AttentionQueries(*(_joined(parts, 0) for parts in zip(*of_rows, strict=True)))
 
 
-def _parts(
-    n_rows: int, n_heads: int, n_queries: int, n_keys: int, device: torch.device
-) -> Iterator[tuple[slice, slice]]:
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim)
+
+
+def _parts(shape: Sequence[int], device: torch.device) -> Iterator[tuple[slice, slice]]:
     """Yield slices of batch and queries to process together: full sequences where they fit, otherwise parts of one."""
+    n_rows, n_heads, n_queries, n_keys = shape
     at_a_time = _SCORES_ON_HOST if device.type == "cpu" else _SCORES_ON_DEVICE
     rows_at_a_time = max(1, at_a_time // max(1, n_heads * n_queries * n_keys))
     queries_at_a_time = max(1, at_a_time // max(1, n_heads * n_keys))
     for row in range(0, n_rows, rows_at_a_time):
         for start in range(0, n_queries, queries_at_a_time):
             yield slice(row, row + rows_at_a_time), slice(start, min(start + queries_at_a_time, n_queries))
-
-
-def _added(logits: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores with a mask added, and the mask of visible tokens."""
-    return logits + mask, ~(mask < torch.finfo(mask.dtype).min / 2)
 
 
 def _change_and_base(before: Tensor, after: Tensor) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,10 @@ from workbench.models.batches import TokenSelection, inputs_of
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import call_model, config_options, on_device_of, unwrap, visible_attention
 from workbench.models.probing import undisturbed
-from workbench.models.readable_weights import Measurement, complete, read_arrays
+from workbench.models.readable_weights import Measurement, complete, on_device
 from workbench.models.router_weights import Router, router_weights
 from workbench.monitors.attention_calls import BlockCalls, BlockNotes
+from workbench.monitors.attention_health import attention_health
 from workbench.monitors.matrices import widened
 from workbench.monitors.router_health import (
     dead_experts,
@@ -28,7 +30,6 @@ from workbench.monitors.router_health import (
     max_violation,
     routing_change,
     routing_entropy,
-    routing_entropy_share,
 )
 from workbench.monitors.scalars import log_z
 
@@ -52,7 +53,7 @@ def activation_max(states: Tensor) -> Tensor:
         `workbench.monitors.outlier_ratio`: The same relative to the median.
         `workbench.monitors.ModelProbe`: Measures it in every block of a model.
     """
-    return widened(states).abs().amax((-2, -1))
+    return widened(states.abs().amax((-2, -1)))
 
 
 def outlier_ratio(states: Tensor) -> Tensor:
@@ -77,8 +78,8 @@ def outlier_ratio(states: Tensor) -> Tensor:
         `workbench.monitors.massive_activations`: Counts the outliers.
         `workbench.monitors.activation_max`: The largest magnitude itself.
     """
-    size = widened(states).abs().flatten(-2)
-    return size.amax(-1) / _median(size)
+    size = states.abs().flatten(-2)
+    return widened(size.amax(-1)) / widened(_median(size))
 
 
 def massive_activations(states: Tensor, *, least: float = 100.0, ratio: float = 1000.0) -> Tensor:
@@ -166,6 +167,10 @@ def state_norm(states: Tensor) -> Tensor:
 
 
 PARTS = ("attention", "router", "activations")
+#: Tensors on a device, and the function from their values to the variables of a part.
+_Part = tuple[list[Tensor], Callable[[list[np.ndarray]], dict[str, np.ndarray]]]
+#: Number of entries of states to measure at a time: on the host as many as fit its caches.
+_ENTRIES_ON_HOST, _ENTRIES_ON_DEVICE = 2**17, 2**23
 _OF_STATES = {
     "activation_max": activation_max,
     "outlier_ratio": outlier_ratio,
@@ -234,7 +239,8 @@ class ModelProbe:
         self.router_layers = tuple(sorted(self._routers))
         self.n_experts = tuple(self._routers[layer].n_experts for layer in self.router_layers)
         self.unreadable = [router.reason for router in found if isinstance(router, Unreadable)]
-        self._choices: dict[int, Tensor] = {}
+        self._choices: dict[int, np.ndarray] = {}
+        self._rows: dict[torch.Size, tuple[Tensor, Tensor] | None] = {}
 
     def take(self, parts: Collection[str] = PARTS) -> dict[str, dict[str, np.ndarray]]:
         """Run the model on the examples and measure it.
@@ -262,83 +268,120 @@ class ModelProbe:
         """
         return complete(self.taking(parts))
 
-    def taking(self, parts: Collection[str]) -> Measurement[dict[str, dict[str, np.ndarray]]]:
-        """Measure as `take` does; the model runs before the values are read."""
+    def taking(self, parts: Collection[str] = PARTS) -> Measurement[dict[str, dict[str, np.ndarray]]]:
+        """Measure what `take` returns; the host does not wait."""
         require_listed("parts", parts, PARTS)
-        run = _Pass(self.model, self.anatomy, self._routers, self._inputs_here(), parts)
-        taken: dict[str, dict[str, _Column]] = {}
+        taken = self._launch(parts)
+        found = iter((yield [tensor for tensors, _ in taken.values() for tensor in tensors]))
+        return {part: finish([next(found) for _ in tensors]) for part, (tensors, finish) in taken.items()}
+
+    def _launch(self, parts: Collection[str]) -> dict[str, _Part]:
+        """Return the measurements of each part; nothing else of the pass is kept."""
+        run = _Pass(self.model, self.anatomy, self._routers, self._inputs_here(), parts, self._rows)
+        taken = {}
         if "attention" in parts and (attention := self._attention(self._with_attention(run))):
             taken["attention"] = attention
         if "router" in parts and self._routers:
             taken["router"] = self._routing(run)
         if "activations" in parts:
             taken["activations"] = self._activations(run)
-        yield []
-        return _read(taken)
+        return taken
 
     def _with_attention(self, run: _Pass) -> _Pass:
         """Return a pass in which attention is visible: an additional one if kernels hide it in the normal pass."""
         if not (options := visible_attention(self.model)):
             return run
         with config_options(options):
-            return _Pass(self.model, self.anatomy, {}, self._inputs_here(), ["attention"])
+            return _Pass(self.model, self.anatomy, {}, self._inputs_here(), ["attention"], self._rows)
 
-    def _attention(self, run: _Pass) -> dict[str, _Column]:
-        found = []
+    def _attention(self, run: _Pass) -> _Part | None:
+        found = {layer: notes.attention for layer, notes in run.notes.items() if notes.attention is not None}
+        n_layers = len(self.anatomy.sites)
         for layer, site in enumerate(self.anatomy.sites):
-            notes = run.notes.get(layer)
-            found.append(notes.attention if notes else None)
-            if found[-1] is None:
+            if layer not in found:
                 self._note(
                     f"The attention of {site.name} cannot be observed: it has no self-attention, or computes it in a "
                     "custom kernel (try the model's 'sdpa' or 'eager' attention)."
                 )
-        if not any(found):
-            return {}
-        n_heads = max(len(health.entropy) for health in found if health)
-        return {
-            name: _Column([getattr(health, attribute) if health else None for health in found], n_heads)
-            for name, attribute in _OF_ATTENTION.items()
-        }
+        if not found:
+            return None
+        groups = _alike({layer: queries.entropy for layer, queries in found.items()})
+        of_groups = [attention_health([found[layer] for layer in layers]) for layers in groups]
+        n_heads = max(queries.entropy.shape[1] for queries in found.values())
 
-    def _routing(self, run: _Pass) -> dict[str, _Column]:
-        values: dict[str, list[Tensor | None]] = {name: [] for name in (*_OF_ROUTING, "expert_load")}
-        for layer in self.router_layers:
-            of_layer = self._routing_of(layer, run.notes.get(layer))
-            for name, column in values.items():
-                column.append(of_layer.get(name))
-        loads = _Column(values.pop("expert_load"), max(self.n_experts))
-        return {name: _Column(column) for name, column in values.items()} | {"expert_load": loads}
+        def finish(values: list[np.ndarray]) -> dict[str, np.ndarray]:
+            table = {name: np.full((n_layers, n_heads), np.nan) for name in _OF_ATTENTION}
+            for value, (layers, name) in zip(values, product(groups, table), strict=True):
+                table[name][layers, : value.shape[1]] = value
+            return table
 
-    def _routing_of(self, layer: int, notes: BlockNotes | None) -> dict[str, Tensor]:
-        router = self._routers[layer]
-        if notes is None or notes.logits is None:
-            self._note(f"The router of {router.site} was not called through {router.name}, so its logits are unknown.")
-            return {}
-        logits, choices = notes.routing(router)
-        values = {"routing_entropy": routing_entropy(logits), "routing_entropy_share": routing_entropy_share(logits)}
-        if choices is None:
-            self._note(f"The choices of the router of {router.site} cannot be observed, only its logits.")
-            return values
-        if bool(logits.isnan().any()):  # the choice is not defined for NaN
-            return values
-        load = expert_load(choices, router.n_experts)
-        values |= {"expert_load": load, "max_violation": max_violation(load), "dead_experts": dead_experts(load)}
+        return [getattr(health, name) for health in of_groups for name in _OF_ATTENTION.values()], finish
+
+    def _routing(self, run: _Pass) -> _Part:
+        logits, choices = dict[int, Tensor](), dict[int, Tensor]()
+        for layer, router in self._routers.items():
+            notes = run.notes.get(layer)
+            if notes is None or notes.logits is None:
+                self._note(
+                    f"The router of {router.site} was not called through {router.name}, so its logits are unknown."
+                )
+                continue
+            logits[layer], chosen = notes.routing(router)
+            if chosen is None:
+                self._note(f"The choices of the router of {router.site} cannot be observed, only its logits.")
+            else:
+                choices[layer] = chosen
+        groups = _alike(logits)
+        stacks = [torch.stack([logits[layer] for layer in layers]) for layers in groups]
+        measured = [each for stack in stacks for each in (routing_entropy(stack), stack.isnan().flatten(1).any(1))]
+        chosen_in = [*choices]
+
+        def finish(values: list[np.ndarray]) -> dict[str, np.ndarray]:
+            rows = len(self.router_layers)
+            table = {name: np.full(rows, np.nan) for name in _OF_ROUTING}
+            table["expert_load"] = np.full((rows, max(self.n_experts)), np.nan)
+            broken = set[int]()
+            for layers, entropies, are_nan in zip(groups, values[::2], values[1::2], strict=False):
+                for layer, entropy, is_nan in zip(layers, entropies, are_nan, strict=True):
+                    row, n_experts = self.router_layers.index(layer), self._routers[layer].n_experts
+                    table["routing_entropy"][row] = entropy
+                    table["routing_entropy_share"][row] = entropy / math.log(n_experts) if n_experts > 1 else np.nan
+                    broken |= {layer} if is_nan else set()  # the choice is not defined for NaN
+            for layer, chosen in zip(chosen_in, values[2 * len(groups) :], strict=True):
+                if layer not in broken:
+                    self._of_choices(layer, chosen, table)
+            return table
+
+        return [*measured, *choices.values()], finish
+
+    def _of_choices(self, layer: int, chosen: np.ndarray, table: Mapping[str, np.ndarray]) -> None:
+        """Write the measures of a router's choices into the table."""
+        row, choices = self.router_layers.index(layer), torch.from_numpy(chosen)
+        load = expert_load(choices, self._routers[layer].n_experts)
+        table["expert_load"][row, : len(load)] = load
+        table["max_violation"][row], table["dead_experts"][row] = max_violation(load), dead_experts(load)
         before = self._choices.get(layer)
-        if before is not None and before.shape == choices.shape:
-            values["routing_change"] = routing_change(before.to(choices.device), choices)
-        self._choices[layer] = choices
-        return values
+        if before is not None and before.shape == chosen.shape:
+            table["routing_change"][row] = routing_change(torch.from_numpy(before), choices)
+        self._choices[layer] = chosen
 
-    def _activations(self, run: _Pass) -> dict[str, _Column]:
-        layers = range(len(self.anatomy.sites))
-        values = {name: _Column([run.states.get(i, {}).get(name) for i in layers]) for name in _OF_STATES}
-        logits = _logits_in(run.output)
+    def _activations(self, run: _Pass) -> _Part:
+        run.measure_states()
+        n_layers, logits, groups = len(self.anatomy.sites), _logits_in(run.output), [layers for layers, _ in run.states]
+        tensors = [values[name] for _, values in run.states for name in _OF_STATES]
         if logits is None:
             self._note("The model returns no logits, so log_z is unknown.")
-            return values | {"log_z": _Column([None], is_single=True)}
-        rows = run.rows_of(logits.shape[:-1])
-        return values | {"log_z": _Column([log_z(logits if rows is None else logits[rows])], is_single=True)}
+        else:
+            tensors.append(log_z(run.chosen(logits)))
+
+        def finish(values: list[np.ndarray]) -> dict[str, np.ndarray]:
+            table = {name: np.full(n_layers, np.nan) for name in _OF_STATES}
+            n_states = len(groups) * len(_OF_STATES)
+            for value, (layers, name) in zip(values[:n_states], product(groups, _OF_STATES), strict=True):
+                table[name][layers] = value
+            return table | {"log_z": np.array(np.nan) if len(values) == n_states else values[-1]}
+
+        return tensors, finish
 
     def _note(self, reason: str) -> None:
         if reason not in self.unreadable:
@@ -352,43 +395,74 @@ class _Pass:
     """One forward pass of a `ModelProbe` and its measurements."""
 
     def __init__(
-        self, model: nn.Module, anatomy: Anatomy, routers: Mapping[int, Router], batch: Any, parts: Collection[str]
+        self,
+        model: nn.Module,
+        anatomy: Anatomy,
+        routers: Mapping[int, Router],
+        batch: Any,
+        parts: Collection[str],
+        rows: dict[torch.Size, tuple[Tensor, Tensor] | None],
     ) -> None:
         self.model, self.sites, self.routers, self.batch, self.parts = model, anatomy.sites, routers, batch, parts
         self.layout = anatomy.layout
         self.notes: dict[int, BlockNotes] = {}
-        self.states: dict[int, dict[str, Tensor]] = {}
-        self._rows: dict[torch.Size, Tensor | None] = {}
+        #: Layers, and the measures of their states, shape (layer,).
+        self.states: list[tuple[list[int], dict[str, Tensor]]] = []
+        self._waiting: dict[int, Tensor] = {}
+        self._rows = rows  # of all passes over the same examples
         self._calls = BlockCalls()
         watched = self._calls if {"attention", "router"} & set(parts) else nullcontext()
         with undisturbed(model), BlockHooks(self.sites, self._enter, self._leave), watched:
             self.output = call_model(model, batch)
 
-    def rows_of(self, leading: torch.Size) -> Tensor | None:
-        """Return the boolean mask of the tokens to include, of the given leading shape; None for all."""
+    def rows_of(self, leading: torch.Size) -> tuple[Tensor, Tensor] | None:
+        """Return mask and indices of the tokens to include, on the host, for a leading shape; None for all."""
         if leading not in self._rows:
             chosen = TokenSelection(None, layout=self.layout).choose(leading, self.batch)
             rows = torch.zeros(leading.numel(), dtype=torch.bool)
             rows[chosen] = True
-            self._rows[leading] = None if rows.numpy().all() else rows.view(leading)  # on the host
+            self._rows[leading] = None if rows.numpy().all() else (rows.view(leading), chosen)
         return self._rows[leading]
+
+    def chosen(self, states: Tensor) -> Tensor:
+        """Return the states of the tokens to include, shape (token, feature)."""
+        rows, flat = self.rows_of(states.shape[:-1]), states.flatten(0, -2)
+        return flat if rows is None else flat[on_device(rows[1], states.device)]
+
+    def measure_states(self) -> None:
+        """Measure the states that wait, those of equal shape together."""
+        for layers in _alike(self._waiting):
+            states = torch.stack([self._waiting[layer] for layer in layers])
+            self.states.append((layers, {name: measure(states) for name, measure in _OF_STATES.items()}))
+        self._waiting.clear()
 
     def _enter(self, call: BlockCall) -> None:
         leading = call.state_in.shape[:-1]
         router = self.routers.get(call.layer) if "router" in self.parts else None
         weight = self.model.get_parameter(router.name) if router else None
-        axis, measures_attention = self.layout.states or 0, "attention" in self.parts
-        notes = BlockNotes(leading, self.rows_of(leading), measures_attention, router, weight, batch_axis=axis)
+        axis, measures_attention, rows = self.layout.states or 0, "attention" in self.parts, self.rows_of(leading)
+        mask = None if rows is None else rows[0]
+        notes = BlockNotes(leading, mask, measures_attention, router, weight, batch_axis=axis)
         self.notes[call.layer] = self._calls.block = notes
 
     def _leave(self, call: BlockCall) -> None:
         self._calls.block = None
         if "activations" not in self.parts:
             return
-        state = call.state_out.detach()
-        rows = self.rows_of(state.shape[:-1])
-        state = state.flatten(0, -2) if rows is None else state[rows.to(state.device)]
-        self.states[call.layer] = {name: measure(state) for name, measure in _OF_STATES.items()}
+        state = self.chosen(call.state_out.detach())
+        at_a_time = _ENTRIES_ON_HOST if state.device.type == "cpu" else _ENTRIES_ON_DEVICE
+        is_full = (len(self._waiting) + 1) * state.numel() > at_a_time
+        self._waiting[call.layer] = state if is_full else state.clone()  # the next block may write to it
+        if is_full:
+            self.measure_states()
+
+
+def _alike(tensors: Mapping[int, Tensor]) -> list[list[int]]:
+    """Return the layers of tensors that can be stacked."""
+    groups: dict[tuple, list[int]] = {}
+    for layer, tensor in tensors.items():
+        groups.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(layer)
+    return [*groups.values()]
 
 
 def _logits_in(output: Any) -> Tensor | None:
@@ -401,29 +475,3 @@ def _logits_in(output: Any) -> Tensor | None:
         output = output[0]
     is_logits = isinstance(output, Tensor) and output.ndim >= 2 and output.is_floating_point()
     return output.detach() if is_logits else None
-
-
-@dataclass(frozen=True)
-class _Column:
-    """Measured tensors on their device: of at most ``width`` entries, or 0-dim without a width; None if missing."""
-
-    values: Sequence[Tensor | None]
-    width: int | None = None
-    is_single: bool = False
-
-
-def _read(taken: Mapping[str, Mapping[str, _Column]]) -> dict[str, dict[str, np.ndarray]]:
-    """Return the values on the host, NaN if missing; the host waits for the device only once."""
-    columns = [column for part in taken.values() for column in part.values()]
-    rows = iter(read_arrays([value for column in columns for value in column.values if value is not None]))
-
-    def array(column: _Column) -> np.ndarray:
-        n, width = len(column.values), column.width
-        out = np.full((n,) if width is None else (n, width), np.nan)
-        for i, value in enumerate(column.values):
-            if value is not None:
-                row = next(rows)
-                out[i, ...] = row if width is None else np.append(row, np.full(width - len(row), np.nan))
-        return out[0] if column.is_single else out
-
-    return {part: {name: np.asarray(array(column)) for name, column in of.items()} for part, of in taken.items()}
