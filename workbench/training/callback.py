@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 from workbench.errors import OptionError
 from workbench.io.run_output import RunOutput
+from workbench.models.readable_weights import read_numbers
 from workbench.schema.events import Event
 
 if TYPE_CHECKING:
@@ -105,17 +107,45 @@ class StepRecord:
 class PassResult:
     """Result of a forward and backward pass; the gradients are on the parameters.
 
+    The host waits for the device when a number is read first. `workbench.train` reads all numbers of a step at once,
+    and clears the gradients if the total loss is not finite.
+
     Attributes:
-        loss: Loss of the task.
-        auxiliary_loss: Weighted auxiliary terms; NaN if there are none.
+        losses: Total loss, loss of the task and, if there are any, weighted auxiliary terms, on the device; for each
+            part of the batch, if the pass was run in parts. All parts have equal weight.
         logits: Logits of the model.
-        is_finite: Whether the total loss is finite; otherwise there are no gradients.
     """
 
-    loss: float
-    auxiliary_loss: float
+    losses: Sequence[Sequence[Tensor]]
     logits: Tensor
-    is_finite: bool
+    _read: list[list[float]] = field(default_factory=list, init=False, repr=False)
+
+    def read(self, also: Sequence[Tensor] = ()) -> list[float]:
+        """Read the losses, and return the numbers in other tensors, which are read together with them."""
+        numbers = iter(read_numbers([*chain(*self.losses), *also]))
+        self._read[:] = [[next(numbers) for _ in part] for part in self.losses]
+        return [*numbers]
+
+    @property
+    def loss(self) -> float:
+        """Loss of the task; NaN if the pass was run in parts and is not finite."""
+        return self._mean(1)
+
+    @property
+    def auxiliary_loss(self) -> float:
+        """Weighted auxiliary terms; NaN if there are none."""
+        return self._mean(2)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the total loss is finite."""
+        if not self._read:
+            self.read()
+        return all(math.isfinite(total) for total, *_ in self._read)
+
+    def _mean(self, place: int) -> float:
+        is_defined = self.is_finite or len(self._read) == 1
+        return math.fsum((*part, math.nan)[place] for part in self._read) / len(self._read) if is_defined else math.nan
 
 
 #: Forward and backward pass over some examples: inputs and targets -> its result. It clears the gradients first.
@@ -367,11 +397,6 @@ class CallbackGroup:
         run.has_begun = True
         for callback in self.callbacks:
             callback.begin()
-
-    @property
-    def act_in_pass(self) -> bool:
-        """Whether a callback overrides ``run_pass``, so that it may repeat a pass or change its gradients."""
-        return any(getattr(each.run_pass, "__func__", None) is not Callback.run_pass for each in self.callbacks)
 
     def change_batch(self, inputs: Any, targets: Any) -> tuple[Any, Any]:
         """Return the batch after all callbacks have changed it."""

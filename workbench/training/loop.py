@@ -25,7 +25,6 @@ from workbench.models.calling import call_model, on_device_of
 from workbench.models.checkpoint import latest_checkpoint, load_weights
 from workbench.models.losses import accuracy_on_device, auxiliary_loss, prediction_of
 from workbench.models.probing import parts_of
-from workbench.models.readable_weights import read_numbers
 from workbench.probes.failed_pass import Around, LossOf, first_bad_tensor
 from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream
@@ -303,19 +302,16 @@ class Training:
     def _measured_pass(self, inputs: Any, targets: Tensor) -> tuple[PassResult, float, float]:
         """Run a forward and a backward pass; return the result, the gradient norm, and the accuracy.
 
-        The host waits for the device once, for all metrics of the step, or twice if a callback overrides ``run_pass``.
+        The host waits for the device once, for all metrics of the step.
         """
-        if self.callbacks.act_in_pass:
-            one_pass: PassFunction = self._backward
-            for callback in reversed(self.callbacks.callbacks):
-                one_pass = partial(callback.run_pass, one_pass)
-            given = one_pass(inputs, targets)
-            numbers = read_numbers(self._measures_of(given.logits, targets))
-        else:
-            losses, logits = self._forward_and_backward(inputs, targets)
-            numbers = read_numbers([*losses, *self._measures_of(logits, targets)])
-            given, numbers = self._result(numbers[: len(losses)], logits), numbers[len(losses) :]
-        grad_norm, accuracy = (*numbers, math.nan)[:2]  # the accuracy is missing if it is not defined
+        one_pass: PassFunction = self._forward_and_backward
+        for callback in reversed(self.callbacks.callbacks):
+            one_pass = partial(callback.run_pass, one_pass)
+        given = one_pass(inputs, targets)
+        # The accuracy is missing if it is not defined.
+        grad_norm, accuracy = (*given.read(self._measures_of(given.logits, targets)), math.nan)[:2]
+        if not given.is_finite:
+            self.optimizer.zero_grad(set_to_none=True)
         return given, grad_norm if given.is_finite else math.nan, accuracy
 
     def _measures_of(self, logits: Tensor, targets: Tensor) -> list[Tensor]:
@@ -323,29 +319,17 @@ class Training:
         accuracy = accuracy_on_device(logits, targets)
         return [self._grad_norm()] if accuracy is None else [self._grad_norm(), accuracy]
 
-    def _backward(self, inputs: Any, targets: Tensor) -> PassResult:
-        """Compute the losses of some examples and, if they are finite, the gradients on the parameters."""
-        losses, logits = self._forward_and_backward(inputs, targets)
-        return self._result(read_numbers(losses), logits)
+    def _forward_and_backward(self, inputs: Any, targets: Tensor) -> PassResult:
+        """Compute the losses of some examples and the gradients on the parameters.
 
-    def _forward_and_backward(self, inputs: Any, targets: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return total loss, task loss and, if there are any, auxiliary terms, on the device; and the logits.
-
-        The backward pass starts before it is known whether the loss is finite; if not, `_result` clears the gradients.
+        The backward pass starts before it is known whether the loss is finite.
         """
         with self.callbacks.around_pass():
             task_loss, auxiliary, logits = self._losses(self.model, inputs, targets)
             total = task_loss if auxiliary is None else task_loss + auxiliary
             self.optimizer.zero_grad(set_to_none=True)
             self.scaler.scale(total).backward()
-        return [total, task_loss] if auxiliary is None else [total, task_loss, auxiliary], logits
-
-    def _result(self, losses: Sequence[float], logits: Tensor) -> PassResult:
-        """Return the result of a pass; clear the gradients if the total loss is not finite."""
-        total, task_loss, auxiliary = (*losses, math.nan)[:3]
-        if not math.isfinite(total):
-            self.optimizer.zero_grad(set_to_none=True)
-        return PassResult(task_loss, auxiliary, logits, math.isfinite(total))
+        return PassResult([[total, task_loss] if auxiliary is None else [total, task_loss, auxiliary]], logits)
 
     def _total(self, inputs: Any, targets: Tensor, model: nn.Module) -> Tensor:
         """Compute the loss with its auxiliary terms."""

@@ -70,9 +70,8 @@ class DroppedBucket(Fault):
             if is_lost[b]:
                 affected = [ranks[int(rank_of_bucket[b])]] if self.needs_ranks else ranks
                 for gradients in affected:
-                    for i in bucket:
-                        gradient = gradients[i]
-                        gradients[i] = None if gradient is None else torch.zeros_like(gradient)
+                    if lost := [gradient for i in bucket if (gradient := gradients[i]) is not None]:
+                        torch._foreach_zero_(lost)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -219,13 +219,11 @@ class Injection(Callback):
         parts, ranks = [], []
         for shard in self._shards(inputs, targets):
             parts.append(one_pass(*shard))
-            if not parts[-1].is_finite:
-                break
             ranks.append([parameter.grad for parameter in self._parameters])
-        result = _joined(parts)
-        if result.is_finite:
-            self._set_gradients(self._reduced(ranks))
-        return result
+        self._set_gradients(self._reduced(ranks))
+        if len(parts) == 1:
+            return parts[0]
+        return PassResult([loss for part in parts for loss in part.losses], torch.cat([part.logits for part in parts]))
 
     def before_update(self, step: int, numbers: Mapping[str, float]) -> None:
         """Apply the faults of the gradients, and check that attention ran; `workbench.train` does both elsewhere."""
@@ -292,8 +290,8 @@ class Injection(Callback):
                 splitting.n_ranks,
                 f"at most {n_examples}, the number of examples of the batch that {splitting.name} splits",
             )
-        for numbers in torch.arange(n_examples).tensor_split(splitting.n_ranks):
-            of_rank = slice(int(numbers[0]), int(numbers[-1]) + 1)
+        for numbers in np.array_split(np.arange(n_examples), splitting.n_ranks):
+            of_rank = slice(numbers[0], numbers[-1] + 1)
             yield take_examples(inputs, of_rank), targets[of_rank]
 
     def _reduced(self, ranks: list[Gradients]) -> Gradients:
@@ -307,9 +305,9 @@ class Injection(Callback):
         scaler = self.run.scaler if self.is_running else None
         scale = 1.0 if scaler is None else scaler.get_scale()  # scale of the gradients, in float16
         # Stored without the scale, which may have changed when they are used; overflows remain infinite.
-        self._kept = [*self._kept[-stale.delay :], [None if g is None else g / scale for g in gradients]]
+        self._kept = [*self._kept[-stale.delay :], _each(torch._foreach_div, gradients, scale)]
         late = stale.late(self._kept, self._buckets(stale.n_buckets), self._random(stale))
-        return [None if g is None else g * scale for g in late]
+        return _each(torch._foreach_mul, late, scale)
 
     def _buckets(self, n_buckets: int) -> list[list[int]]:
         return in_buckets([parameter.numel() for parameter in self._parameters], n_buckets)
@@ -321,6 +319,13 @@ def _no_attention_error(model: nn.Module) -> OptionError:
         f"but {type(model).__name__} does not; load a Hugging Face model with attn_implementation='sdpa', "
         "or leave the fault out."
     )
+
+
+def _each(function: Callable[..., Sequence[Tensor]], gradients: Gradients, scale: float) -> Gradients:
+    """Return gradients of which a function of a list has computed each that is there."""
+    given = [g for g in gradients if g is not None]
+    found = iter(function(given, scale) if given else ())
+    return [None if g is None else next(found) for g in gradients]
 
 
 def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Gradients:
@@ -338,19 +343,6 @@ def _mean(ranks: list[Gradients], reduced: LowPrecisionReduction | None) -> Grad
     for (i, template), part in zip(templates.items(), parts, strict=True):
         mean[i] = part.view_as(template).to(template.dtype)
     return mean
-
-
-def _joined(parts: list[PassResult]) -> PassResult:
-    """Return the passes of all ranks as one; all ranks have equal weight."""
-    if len(parts) == 1:
-        return parts[0]
-    is_finite = all(part.is_finite for part in parts)
-    return PassResult(
-        loss=math.fsum(part.loss for part in parts) / len(parts) if is_finite else math.nan,
-        auxiliary_loss=math.fsum(part.auxiliary_loss for part in parts) / len(parts) if is_finite else math.nan,
-        logits=torch.cat([part.logits for part in parts]),
-        is_finite=is_finite,
-    )
 
 
 class AttachedFault:
