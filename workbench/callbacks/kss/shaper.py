@@ -361,7 +361,8 @@ class Shaper(Callback):
     @torch.no_grad()
     def _begin_update(self, control: ControlValues) -> None:
         """Reduce the size of the coming update, and copy the parameters if it will be measured."""
-        self._end_update()  # in case the previous update failed
+        if self._rates:  # the previous update failed
+            self._end_update()
         if not (control.enabled and control.strength > 0):
             return
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -374,12 +375,31 @@ class Shaper(Callback):
             # The copies are reused, as allocating new memory costs more than copying.
             self._parameters, self._copies = parameters, [torch.empty_like(p) for p in parameters]
         torch._foreach_copy_(self._copies, self._parameters)
-        # Where the last update ended above the band, this one is likely to; the parameters need not be restored to
-        # measure those before the update, and the host waits for the device once for both.
-        if self._was_outside and (called := self._called) is not None:
+        self._begin_measurement(control)
+
+    @torch.no_grad()
+    def _begin_measurement(self, control: ControlValues) -> None:
+        """Begin to measure the parameters before the update if that will probably be needed.
+
+        This is where the last update ended above the band. The parameters then need not be restored to measure them,
+        and the host waits for the device once for both measurements.
+        """
+        called = self._called
+        if not (self._was_outside and control.is_due(self.step)) or called is None:
+            return
+        inputs = self._inputs[called]
+        if self._begun is None or self._begun[0] is not inputs:
             with self._kss_pass():
-                begun = self._measurement(bare(called), self._inputs[called], control, has_spectra=not self._is_on_gain)
-                self._begun = self._inputs[called], begun, [*next(begun)]
+                begun = self._measurement(bare(called), inputs, control, has_spectra=not self._is_on_gain)
+                self._begun = inputs, begun, [*next(begun)]
+
+    @contextmanager
+    def around_pass(self) -> Iterator[None]:
+        """Begin to measure after the backward pass, while the device still computes and the host would wait for it."""
+        yield
+        is_within_update = bool(self._rates)  # where an optimizer computes a second gradient at other parameters
+        if self.is_running and self.run.owns_loop and self._control is not None and not is_within_update:
+            self._begin_measurement(self._control)
 
     def _restore_rates(self) -> None:
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
