@@ -10,8 +10,9 @@ from torch import nn
 
 import workbench as wb
 from tests.about import about, says
+from tests.launches import launched
 from workbench.errors import OptionError
-from workbench.probes.update import update_effect
+from workbench.probes.update import update_effect, update_reading
 
 numbers = st.floats(-3, 3, allow_subnormal=False)
 
@@ -63,6 +64,35 @@ def test_large_parameters_are_summed_in_pieces(monkeypatch):
     before = {name: torch.rand_like(weight) for name, weight in model.named_parameters()}
     linear = update_effect(model, lambda m: m(inputs).sum(), before)
     assert linear.predicted == pytest.approx(linear.change, rel=1e-5)
+
+
+@pytest.mark.parametrize("n_entries", [0, 20, 10**6])
+def test_gradients_are_summed_together_up_to_a_size_without_waiting(n_entries, monkeypatch):
+    monkeypatch.setattr("workbench.probes.update._ON_HOST", n_entries)
+    model = nn.ModuleList([nn.Linear(6, 5, dtype=torch.float64), nn.Linear(5, 4), nn.Linear(4, 3)])
+    x = torch.randn(7, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def loss_of(layers):
+        return layers[2](layers[1](layers[0](x).float()).tanh()).square().mean()
+
+    before = {name: (0.99 * weight).detach() for name, weight in model.named_parameters()}
+    launches, effect = launched(update_reading(model, loss_of, before))
+    assert launches.waits == {}
+    now = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    model.load_state_dict(before)
+    loss_of(model).backward()
+    changes = [weight.grad.double() * (now[name].double() - before[name]) for name, weight in model.named_parameters()]
+    assert effect.predicted == pytest.approx(sum(float(each.sum()) for each in changes), rel=1e-9)
+
+
+def test_frozen_parameters_cost_nothing():
+    """Of an adapter beside a large frozen matrix only the adapter is copied and differentiated."""
+    model = nn.ModuleDict({"base": nn.Linear(64, 64), "adapter": nn.Linear(64, 1)})
+    model["base"].requires_grad_(requires_grad=False)
+    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    before = {f"adapter.{name}": weight.detach() + 0.1 for name, weight in model["adapter"].named_parameters()}
+    launches, _ = launched(update_reading(model, lambda m: m["adapter"](m["base"](x)).sum(), before))
+    assert launches.n_bytes < 64 * 64 * 4
 
 
 def test_parameters_that_are_left_out_count_as_unchanged():

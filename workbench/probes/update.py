@@ -14,10 +14,14 @@ from workbench.errors import OptionError
 from workbench.models.calling import unwrap
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed
-from workbench.models.readable_weights import in_pieces, read_numbers
+from workbench.models.readable_weights import Measurement, complete, in_pieces
 
 if TYPE_CHECKING:
     from workbench.models.subject import Subject
+
+
+#: Largest number of entries of gradients that wait for a common sum.
+_ON_HOST, _ON_DEVICE = 0, 1 << 22
 
 
 class UpdateEffect(NamedTuple):
@@ -42,9 +46,24 @@ def update_effect(
     Cost: two forward passes and one backward pass over the examples, in eval mode. Rounding: both losses have an error
     of about one unit in the last place of the loss, so that in float32 a change below 1e-6 of the loss is not
     significant. The model, after the update, is left unchanged. ``before`` are its parameters before it by name;
-    missing ones count as unchanged. Both changes are NaN if a loss or a gradient is not finite.
+    missing ones count as unchanged and are neither copied nor differentiated. Both changes are NaN if a loss or a
+    gradient is not finite.
     """
-    model = unwrap(model)
+    return complete(update_reading(model, loss_of, before))
+
+
+def update_reading(
+    model: Subject | nn.Module, loss_of: Callable[[nn.Module], Tensor], before: Mapping[str, Tensor]
+) -> Measurement[UpdateEffect]:
+    """Measure what `update_effect` returns; the host does not wait."""
+    change, predicted = yield _changes(unwrap(model), loss_of, before)
+    return UpdateEffect(change.item(), predicted.item())
+
+
+def _changes(
+    model: nn.Module, loss_of: Callable[[nn.Module], Tensor], before: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the change of the loss and its prediction on their device."""
     now = {name: weight.detach() for name, weight in model.named_parameters()}
     for name, weight in before.items():
         if name not in now or now[name].shape != weight.shape:
@@ -54,26 +73,41 @@ def update_effect(
             )
     holder = _Loss(model, loss_of)
     parts: list[Tensor] = []
+    waiting: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add() -> None:
+        """Add the products of the gradients that wait with the changes of their parameters."""
+        columns = zip(*waiting, strict=True)
+        joined = waiting[0] if len(waiting) == 1 else [torch.cat([x.flatten() for x in column]) for column in columns]
+        for slope, new, old in in_pieces(*joined):
+            parts.append(((new.double() - old) * slope).sum())
+        waiting.clear()
+
+    def take(name: str, weight: Tensor) -> None:
+        """Use gradients once they are complete, and release them: all of them would need a copy of the model."""
+        assert weight.grad is not None
+        triple, weight.grad = (weight.grad, now[name], before[name]), None
+        if waiting and any(x.dtype != y.dtype or x.device != y.device for x, y in zip(waiting[0], triple, strict=True)):
+            add()
+        waiting.append(triple)
+        if sum(gradient.numel() for gradient, _, _ in waiting) > (
+            _ON_HOST if weight.device.type == "cpu" else _ON_DEVICE
+        ):
+            add()
+
     with undisturbed(model), torch.enable_grad():
         earlier = {f"model.{name}": weight.detach().requires_grad_() for name, weight in before.items()}
         first = require_graph(functional_call(holder, earlier))
-
-        def take(name: str, weight: Tensor) -> None:
-            """Use a gradient as soon as it is complete, and release it: all of them would need a copy of the model."""
-            assert weight.grad is not None
-            for slope, new, old in in_pieces(weight.grad, now[name], before[name]):
-                parts.append((slope.double() * (new.double() - old.double())).sum())
-            weight.grad = None
-
         for name, weight in zip(before, earlier.values(), strict=True):
             weight.register_post_accumulate_grad_hook(partial(take, name))
         if earlier:
             torch.autograd.backward(first, inputs=list(earlier.values()))
         with torch.no_grad():
+            if waiting:
+                add()
             last = loss_of(model)
             predicted = torch.stack(parts).sum() if parts else torch.zeros(())
-            change = last.double() - first.detach().double()
-    return UpdateEffect(*read_numbers([change, predicted]))
+            return last.double() - first.detach().double(), predicted
 
 
 class _Loss(nn.Module):

@@ -29,7 +29,7 @@ from workbench.probes.gradient_comparison import compare_gradients
 from workbench.probes.gradient_projections import GradientProjections
 from workbench.probes.precision import precision_reading, trained_blocks
 from workbench.probes.reduction import KnownAnswer, known_answer_all_reduce
-from workbench.probes.update import update_effect
+from workbench.probes.update import update_reading
 
 #: Number of tokens of the probe on which gradients are computed.
 N_TOKENS = 64
@@ -98,8 +98,7 @@ class ProbeCollector:
         if not before:
             yield []
             return {"loss_change": math.nan, "predicted_loss_change": math.nan}
-        effect = update_effect(self.model, self._true_loss, before)
-        yield []
+        effect = yield from update_reading(self.model, self._true_loss, before)
         return {"loss_change": effect.change, "predicted_loss_change": effect.predicted}
 
     @property
