@@ -280,7 +280,7 @@ def test_failing_measurements_do_not_stop_training(task, monkeypatch):  # noqa: 
     def fails(*_):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr("workbench.probes.batch._entropy", fails)
+    monkeypatch.setattr("workbench.probes.batch.BatchProbe._entropies", fails)
     monkeypatch.setattr("workbench.callbacks.recorder.updates.SampledUpdate.end", fails)
     recorder = recorder_with(every=None)
     with pytest.warns(RecordingWarning, match="The update ratio cannot be recorded from step 0 on"):

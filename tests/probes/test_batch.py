@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.about import about
+from tests.launches import Launches
 from workbench.errors import OptionError
+from workbench.models.losses import largest_losses
 from workbench.probes.batch import BatchProbe, lookahead
 
 
@@ -95,6 +97,51 @@ def test_a_batch_that_comes_again_after_a_resume_is_seen():
     after.load_state_dict(before.state_dict())
     for batch, expected in ((batches[2], 1), (batches[3].flip(0), 0), (batches[0] + 99, 0)):
         assert float(after.take(batch)["repeated_batch"]) == expected
+
+
+def test_batches_of_single_numbers_are_told_apart():
+    probe = BatchProbe()
+    batches = [torch.tensor(each) for each in ([3, 0], [0, 1], [3, 0], [0, 3], [6, 6], [0, 8])]
+    assert [float(probe.take(batch)["repeated_batch"]) for batch in batches] == [0, 0, 1, 0, 0, 0]
+
+
+labels_like = st.lists(st.sampled_from([-100, 0, 1, 2, 3]), min_size=48, max_size=48)
+
+
+@given(rows, labels_like, labels_like, st.booleans(), st.integers(1, 3))
+def test_labels_and_tokens(batch, values, marks, is_language, n_batches):
+    """Labels are as many as the tokens, or one for each example."""
+    ids = torch.tensor(batch)
+    labels = torch.tensor(values[: ids.numel()]).view(ids.shape) if is_language else torch.tensor(values[: len(ids)])
+    mask = torch.tensor(marks[: ids.numel()]).view(ids.shape).clamp(min=0)
+    probe = BatchProbe()
+    for _ in range(n_batches):
+        found = probe.take({"input_ids": ids, "attention_mask": mask}, labels)
+    kept = labels[labels != -100]
+    expected = {
+        "token_entropy": entropy(ids[mask != 0].tolist()),
+        "label_entropy": entropy(kept.tolist()),
+        "ignored_labels": 1 - len(kept) / labels.numel(),
+        "repeated_batch": float(n_batches > 1),
+    }
+    if is_language:
+        pairs = ((ids, labels), (ids[:, 1:], labels[:, :-1]))
+        fractions = [(a == b)[b != -100].double().mean() for a, b in pairs]
+        expected["label_agreement"] = torch.fmax(*fractions).item()
+    assert {name: float(found[name]) for name in expected} == pytest.approx(expected, abs=1e-9, nan_ok=True)
+
+
+def test_few_operations_and_no_wait():
+    probe, ids, logits = BatchProbe(), torch.arange(80).view(4, 20) % 7, torch.randn(4, 20, 7)
+    with Launches() as first:
+        probe.take(ids, ids)
+        lookahead(ids, logits)
+        largest_losses(logits, ids)
+    with Launches() as launches:
+        probe.take(ids, ids)
+    assert not first.waits | launches.waits
+    assert launches.operations["sort"] == 2  # of tokens and labels together, and of examples
+    assert launches.n_operations < 50
 
 
 def averages(ids, *, is_causal):

@@ -65,18 +65,17 @@ def largest_losses(logits: Tensor, targets: Tensor) -> Tensor:
     that are not classes, such as -100, are ignored. The result is a 0-dim tensor; NaN if no target is valid.
     """
     flat = targets.flatten()
-    is_class = (flat >= 0) & (flat < logits.shape[-1])
-    n_valid, n = is_class.sum(), min(_N_SAMPLED, len(flat))
+    rank = ((flat >= 0) & (flat < logits.shape[-1])).cumsum(0)
+    n_valid, n = rank[-1:].sum(), min(_N_SAMPLED, len(flat))
     place = torch.arange(n, device=flat.device)
     # Valid targets come first; if there are more than n, evenly spaced ones are chosen. The host never waits.
-    ordered = is_class.to(torch.uint8).argsort(descending=True, stable=True)
-    chosen = ordered[torch.where(n_valid > n, place * n_valid // n, place)]
-    is_valid = is_class[chosen]
+    wanted = place * n_valid.clamp(min=n) // n
+    chosen, is_valid = torch.searchsorted(rank, wanted, right=True).clamp_(max=len(flat) - 1), wanted < n_valid
     sampled = logits[_places(chosen, targets.shape)].float()
     losses = cross_entropy(sampled, flat[chosen].where(is_valid, _IGNORED), reduction="none")
-    largest = losses.masked_fill(~is_valid, -math.inf).sort(descending=True).values
-    n_largest = (is_valid.sum() / 8).ceil()
-    return largest.where(place < n_largest, 0.0).sum() / n_largest
+    largest = losses.where(is_valid, -math.inf).topk(-(-n // 8)).values
+    n_largest = (n_valid.clamp(max=n) / 8).ceil()
+    return largest.where(place[: len(largest)] < n_largest, 0.0).sum() / n_largest
 
 
 def _places(number: Tensor, shape: Sequence[int]) -> tuple[Tensor, ...]:

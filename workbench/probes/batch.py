@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,14 @@ _SEED = 20240917
 _N_BATCHES = 8
 #: Maximum number of examples, tokens and classes of a batch that `lookahead` compares.
 _N_COMPARED, _N_TOKENS, _N_CLASSES = 32, 64, 256
+_LARGEST = torch.iinfo(torch.int64).max
+
+
+class _Counted(NamedTuple):
+    """Ids, in which those that do not count are numbers that occur once, and how many count, float64."""
+
+    ids: Tensor
+    n: Tensor
 
 
 class BatchProbe:
@@ -34,7 +42,7 @@ class BatchProbe:
         self._n_recent = n_recent
         self._hashes: Tensor | None = None
         self._batches: Tensor | None = None
-        self._factors: dict[int, Tensor] = {}
+        self._factors = self._places = self._terms = self._once = torch.zeros(0, dtype=torch.int64)
 
     @torch.no_grad()
     def take(self, inputs: Any, labels: Tensor | None = None) -> dict[str, Tensor]:
@@ -61,14 +69,14 @@ class BatchProbe:
         if isinstance(inputs, Mapping):
             mask = inputs.get("attention_mask")
             labels = inputs.get("labels") if labels is None else labels
-        found: dict[str, Tensor] = {}
         if first is None:
-            return found
+            return {}
+        of_tokens = None
         if _are_ids(first):
-            is_seen = mask if isinstance(mask, Tensor) and mask.shape == first.shape else None
-            found["token_entropy"] = _entropy(first, None if is_seen is None else is_seen != 0)
-        if isinstance(labels, Tensor) and _are_ids(labels):
-            found |= self.of_labels(first, labels)
+            is_seen = mask != 0 if isinstance(mask, Tensor) and mask.shape == first.shape else None
+            of_tokens = self._counted(first, is_seen)
+        has_labels = isinstance(labels, Tensor) and _are_ids(labels)
+        found = self._contents(first, of_tokens, labels if has_labels else None)
         hashes = self._hashed(first)
         is_repeated = self._is_repeated(hashes)  # before the hashes are remembered
         found["repeated_examples"], found["repeated_batch"] = self._repeated(hashes), is_repeated
@@ -76,11 +84,45 @@ class BatchProbe:
 
     def of_labels(self, inputs: Any, labels: Tensor) -> dict[str, Tensor]:
         """Measure the labels of one batch, integers of any shape, as `take` does."""
-        first, is_counted = _first(inputs), labels != IGNORED
-        found = {"label_entropy": _entropy(labels, is_counted), "ignored_labels": 1 - is_counted.double().mean()}
-        if first is not None and _are_ids(first) and first.ndim == 2 and labels.shape == first.shape:
-            found["label_agreement"] = _agreement(first, labels)
+        return self._contents(_first(inputs), None, labels)
+
+    def _contents(self, first: Tensor | None, of_tokens: _Counted | None, labels: Tensor | None) -> dict[str, Tensor]:
+        """Return the measures of tokens and labels; if both are equally many, their entropies take one sort."""
+        is_counted = None if labels is None else labels != IGNORED
+        of_labels = None if labels is None else self._counted(labels, is_counted)
+        both = [each for each in (of_tokens, of_labels) if each is not None]
+        are_alike = len({(each.ids.numel(), each.ids.device) for each in both}) == 1
+        entropies = self._entropies(both) if are_alike else [self._entropies([each])[0] for each in both]
+        found = {} if of_tokens is None else {"token_entropy": entropies[0]}
+        if of_labels is not None and is_counted is not None:
+            ids, n = of_labels
+            found |= {"label_entropy": entropies[-1], "ignored_labels": 1 - n / ids.numel()}
+            if first is not None and _are_ids(first) and first.ndim == 2 and ids.shape == first.shape:
+                same, later = first == ids, first[:, 1:] == ids[:, :-1]  # ignored labels equal no token
+                fractions = same.sum(dtype=torch.float64) / n, later.sum(dtype=torch.float64) / is_counted[:, :-1].sum()
+                found["label_agreement"] = torch.fmax(*fractions)
         return found
+
+    def _counted(self, ids: Tensor, is_counted: Tensor | None) -> _Counted:
+        if self._places.device != ids.device or len(self._places) <= ids.numel():
+            self._places = torch.arange(ids.numel() + 1, device=ids.device)
+            self._terms = torch.xlogy(self._places.double(), self._places).diff()
+            self._once = _LARGEST - self._places
+        ids = ids.to(torch.int64)
+        if is_counted is None:
+            return _Counted(ids, torch.full((), ids.numel(), dtype=torch.float64, device=ids.device))
+        return _Counted(
+            ids.where(is_counted, self._once[: ids.numel()].view(ids.shape)), is_counted.sum(dtype=torch.float64)
+        )
+
+    def _entropies(self, lists: Sequence[_Counted]) -> Sequence[Tensor]:
+        """Compute log n - sum_c c log(c) / n for each list, where c is the count of an id."""
+        ordered = torch.stack([each.ids.flatten() for each in lists]).sort(1).values
+        places = self._places[1 : max(1, ordered.shape[1])]
+        # The k-th of equal ids adds k log(k) - (k - 1) log(k - 1), which is 0 for the first.
+        first = ((ordered[:, 1:] != ordered[:, :-1]) * places).cummax(1).values
+        n = torch.stack([each.n for each in lists])
+        return (n.log() - self._terms.take(places - first).sum(1) / n).unbind()
 
     def state_dict(self) -> list[int]:
         """Return the hashes of the recent examples, as JSON values."""
@@ -91,13 +133,11 @@ class BatchProbe:
         self._hashes = torch.tensor(list(hashes), dtype=torch.int64) if hashes else None
 
     def _is_repeated(self, hashes: Tensor) -> Tensor:
-        n = len(hashes)
-        factors = 2 * torch.arange(n, device=hashes.device) + 1
-        whole = (hashes * factors).sum().reshape(1)
+        n, whole = len(hashes), self._hashed(hashes[None])
         if self._batches is None and self._hashes is not None:  # restored: earlier batches had the same size
             k = min(_N_BATCHES, len(self._hashes) // n)
             earlier = self._hashes[len(self._hashes) - k * n :].to(hashes.device)
-            self._batches = (earlier.reshape(k, n) * factors).sum(1)
+            self._batches = self._hashed(earlier.reshape(k, n))
         known = whole[:0] if self._batches is None else self._batches.to(whole.device)
         self._batches = torch.cat([known, whole])[-_N_BATCHES:]
         return (known == whole).any().double()
@@ -107,10 +147,9 @@ class BatchProbe:
         known = hashes if self._hashes is None else torch.cat([self._hashes.to(hashes.device), hashes])
         # The sort is stable, so that among equal hashes the earlier one comes first.
         ordered, order = known.sort(stable=True)
-        is_repeated = torch.zeros(len(known), dtype=torch.bool, device=known.device)
-        is_repeated[order[1:]] = ordered[1:] == ordered[:-1]
+        is_repeated = (ordered[1:] == ordered[:-1]) & (order[1:] >= len(known) - n)
         self._hashes = known[max(0, len(known) - self._n_recent) :] if self._n_recent else None
-        return is_repeated[-n:].double().mean()
+        return is_repeated.sum(dtype=torch.float64) / n
 
     def _hashed(self, examples: Tensor) -> Tensor:
         """Return a hash of each example, int64: a sum of products modulo 2^64."""
@@ -118,14 +157,12 @@ class BatchProbe:
         if rows.is_floating_point():  # the bits of the numbers
             rows = rows.double().view(torch.int64)
         width = rows.shape[1]
-        if width not in self._factors:
-            limits = torch.iinfo(torch.int64)
-            drawn = torch.randint(
-                limits.min, limits.max, (width,), generator=torch.Generator().manual_seed(_SEED), dtype=torch.int64
-            )
-            self._factors = {width: drawn | 1}  # odd, so that no bit is lost
-        factors = self._factors[width] = self._factors[width].to(rows.device)
-        return (rows.to(torch.int64) * factors).sum(1)
+        if self._factors.device != rows.device or len(self._factors) < width:
+            generator, least = torch.Generator().manual_seed(_SEED), torch.iinfo(torch.int64).min
+            # Fewer factors are the first of more.
+            drawn = torch.randint(least, _LARGEST, (width,), generator=generator, dtype=torch.int64)
+            self._factors = (drawn | 1).to(rows.device)  # odd, so that no bit is lost
+        return (rows.to(torch.int64) * self._factors[:width]).sum(1)
 
 
 @torch.no_grad()
@@ -168,26 +205,3 @@ def _first(inputs: Any) -> Tensor | None:
 
 def _are_ids(values: Tensor) -> bool:
     return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
-
-
-def _agreement(ids: Tensor, labels: Tensor) -> Tensor:
-    """Return the fraction of labels that equal the tokens; NaN if all labels are ignored."""
-    fractions = []
-    for tokens, compared in ((ids, labels), (ids[:, 1:], labels[:, :-1])):
-        counts = compared != IGNORED
-        fractions.append(((tokens == compared) & counts).sum().double() / counts.sum())
-    return torch.fmax(*fractions)
-
-
-def _entropy(ids: Tensor, is_counted: Tensor | None) -> Tensor:
-    """Compute log n - sum_i log c(id_i) / n, where c is the count of an id, without waiting for the device."""
-    values = ids.flatten().to(torch.int64)
-    if is_counted is None:
-        is_counted = torch.ones_like(values, dtype=torch.bool)
-    # Excluded elements are set to one value, and have weight 0.
-    values = torch.where(is_counted.flatten(), values, torch.iinfo(torch.int64).max)
-    ordered = values.sort().values
-    counts = torch.searchsorted(ordered, values, right=True) - torch.searchsorted(ordered, values)
-    weights = is_counted.flatten().double()
-    n = weights.sum()
-    return n.log() - (weights * counts.double().log()).sum() / n
