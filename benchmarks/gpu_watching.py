@@ -236,7 +236,7 @@ def parts(device: torch.device, small: bool) -> Section:
         every = dict.fromkeys(CADENCE) | ({part: 1} if part in CADENCE else {})
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # windows of one step are too short for results, but cost the same
-            with wb.Recorder(every=every).attach(watched.called, watched.optimizer):
+            with wb.Recorder(every=every, budget=None).attach(watched.called, watched.optimizer):
                 for _ in range(2):  # reads the model, and allocates buffers
                     watched.step()
                 with counter_for(device) as counter:
@@ -290,7 +290,7 @@ def defaults(device: torch.device, small: bool, *, is_compiled: bool = False) ->
             with counter_for(device) as counter:
                 for _ in range(EVERY):
                     watched.step()
-            cost = str(getattr(watch, "cost", "")).replace("\n", "; ").replace("|", "/")
+            cost = str(watch.cost)
         n = min(len(loop.losses) for loop in pair.values())
         are_equal = pair["without"].losses[:n] == watched.losses[:n]
         means, middles = ({key: each(found) for key, found in times.items()} for each in (fmean, median))
@@ -304,19 +304,19 @@ def defaults(device: torch.device, small: bool, *, is_compiled: bool = False) ->
             _memory(peaks),
             "yes" if are_equal else "no",
             f"{breaks} / {_breaks()}" if is_compiled else "",
-            cost[:600],
+            "; ".join(" ".join(line.split()) for line in cost.splitlines()),
         ]
         return cells, {"mean": means, "median": middles, "places": dict(counter.places), "cost": cost}
 
-    budget = inspect.signature(wb.watch).parameters.get("budget")
+    budget = inspect.signature(wb.watch).parameters["budget"].default
     seconds = {D512: 15, B1_2K: 25, B1_32K: 30}
     if is_compiled:
         del seconds[B1_32K]  # compilation would not end in time
     return Section(
         "`wb.watch` at its defaults" + (", compiled" if is_compiled else ""),
-        ("" if budget is None else f"The budget is {budget.default:.0%}. ")
-        + f"Two equal models with AdamW train in alternation, {EVERY} steps of each, one of them watched, for up to "
-        f"{n_most} steps; the first 50 steps, or a third if there are fewer than 150, are left out. A step "
+        f"The budget is {budget:.0%}. Two equal models with AdamW train in alternation, {EVERY} steps of each, one of "
+        f"them watched, for up to {n_most} steps; the first 50 steps, or a third if there are fewer than 150, are left "
+        "out. A step "
         "ends when its loss is read; 32k tokens are 8 batches of 4 x 1,024. Waits of the host per step include "
         f"one for the loss. torch.compile uses the backend '{_backend(device)}'; graph breaks before / after attaching "
         "the watch.",

@@ -10,7 +10,7 @@ import math
 import traceback
 import types
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,11 +83,12 @@ class Costs(TorchDispatchMode):
     Attributes:
         part: Name of the running part.
         of_part: Costs by name.
+        are_late: Whether copies to the host do not wait, as on CUDA where the program asks for it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.part = ""
+        self.part, self.are_late = "", False
         self.begin()
 
     def begin(self) -> None:
@@ -108,6 +109,9 @@ class Costs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, packet = kwargs or {}, func.overloadpacket
+        for each in tree_leaves(args):
+            if isinstance(each, FakeTensor):
+                each.constant = None  # a value that is known could not be copied to the device
         out = self._by_values(packet, args)
         out = func(*args, **kwargs) if out is None else out
         given, made = _here((args, kwargs)), _here(out)
@@ -117,7 +121,7 @@ class Costs(TorchDispatchMode):
             source, target = (args[1], args[0]) if packet is _ATEN.copy_ else (args[0], out)
             is_quick = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
             if source.device.type == KIND and target.device.type == "cpu":
-                self.note_read(waits=not is_quick)
+                self.note_read(waits=not (is_quick or self.are_late))
             elif source.device.type == "cpu" and not is_quick:
                 self.of_part[self.part].waits[_place()] += 1
         cost, name, n_launches = self.of_part[self.part], packet.__name__, 1
@@ -238,22 +242,10 @@ def move(model: torch.nn.Module, reading: Any, mode: FakeTensorMode) -> None:
 
 
 @contextmanager
-def labelled(functions: Iterable[tuple[type, str, str | Callable[..., str]]]) -> Iterator[None]:
-    """Context in which costs within functions are those of a part, given by its name or a function that returns it."""
-    functions = [*functions]
-    before = [vars(owner)[function] for owner, function, _ in functions]
-    for (owner, function, name), original in zip(functions, before, strict=True):
-
-        def call(*args: Any, original: Any = original, name: Any = name, **kwargs: Any) -> Any:
-            outer, COSTS.part = COSTS.part, name if isinstance(name, str) else name(*args, **kwargs)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                COSTS.part = outer
-
-        setattr(owner, function, call)
+def labelled(part: str) -> Iterator[None]:
+    """Context in which the costs are those of a part."""
+    outer, COSTS.part = COSTS.part, part
     try:
         yield
     finally:
-        for (owner, function, _), original in zip(functions, before, strict=True):
-            setattr(owner, function, original)
+        COSTS.part = outer

@@ -6,13 +6,16 @@ Call: python -m benchmarks.step_costs; writes benchmarks/step_costs.md.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import math
 import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,22 +27,25 @@ from benchmarks.accelerator import random_model
 from benchmarks.gpu_watching import LanguageModel
 from benchmarks.host_reads import ROOT
 from benchmarks.made_up_device import BANDWIDTH, COSTS, DEVICE, LAUNCH, Cost, labelled, make_up, move
-from benchmarks.monitors import TIMED
 from benchmarks.report import FOLDER, table
 from workbench.callbacks.kss import Shaper
+from workbench.callbacks.recorder import attached
+from workbench.callbacks.recorder.attached import AttachedRecorder
+from workbench.callbacks.recorder.budget import Budget
 from workbench.callbacks.recorder.options import CADENCE
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
+from workbench.probes.gradient_projections import GradientProjections
 
-#: Target: largest fraction of a step that all parts together take.
-TARGET = 0.02
+#: Share of the training time that observation may take by default.
+BUDGET = inspect.signature(wb.watch).parameters["budget"].default
 #: Rows of every update, by the name under which a part is counted.
 AT_EVERY_UPDATE = {
     "batch": "contents of the batch",
     "monitors": "gradient norm",
     "sample": "size of the update, on a sample",
     "settings": "settings",
-    "hooks": "the row",
+    "row": "rows and hooks",
 }
 #: Parts with a cadence; the pass over the probe serves attention and activations.
 BY_CADENCE = {
@@ -52,27 +58,27 @@ SHAPING = {"KSS, recommended": wb.KSS.recommended(interval=1), "KSS, published":
 
 #: Columns of a table.
 COLUMNS = (
-    "part", "cadence", "launches", "GB", "copies to the host", "waits", "H100", "share of a step",
-    f"cadence for {TARGET:.0%}, updates",
+    "part", "launches", "GB", "copies to the host", "waits", "H100", "usual cadence, updates", "share of a step",
+    f"cadence for {BUDGET:.0%}, updates", "share of a step",
 )  # fmt: skip
 #: Largest number of launches of a part, apart from blocks and for each block, and of its waits.
 LIMITS = {
     "batch": (95, 0, 0),
     "monitors": (4, 0, 0),
     "sample": (17, 1, 0),
-    "hooks": (18, 0, 1),
-    "probe": (15, 103, 1),
-    "attention": (21, 8, 1),
-    "optimizer": (61, 59, 1),
+    "row": (19, 2, 0),
+    "probe": (68, 42, 0),
+    "attention": (17, 8, 0),
+    "optimizer": (57, 57, 0),
     "activations": (0, 0, 0),
-    "precision": (0, 274, 1),
-    "reduction": (55, 8, 1),
-    "update": (62, 190, 1),
+    "precision": (0, 274, 0),
+    "reduction": (34, 11, 0),
+    "update": (37, 94, 0),
     "KSS, recommended": (20, 30, 5),
     "KSS, published": (20, 30, 5),
 }
 #: Largest number of waits in a step in which all parts of a recorder are measured.
-MOST_WAITS = 7
+MOST_WAITS = 0
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,66 @@ SHAPES = {
 }
 
 
+class AtOnce(Executor):
+    """Executor that does its work where it is submitted: only one thread may use the made-up device."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Do the work, and return its result as a future."""
+        future: Future[Any] = Future()
+        future.set_result(work(*args, **kwargs))
+        return future
+
+
+@contextmanager
+def by_part(shaping: str = "") -> Iterator[None]:
+    """Context in which costs are those of the parts of a recorder, or of KSS under a name."""
+    timed, guarded, send = Budget.timed, AttachedRecorder._guarded, attached.send_arrays
+
+    @contextmanager
+    def counted_timer(budget: Budget, part: str) -> Iterator[None]:
+        with labelled(COSTS.part if COSTS.part in ("monitors", "sample") else part), timed(budget, part):
+            yield
+
+    def counted_part(recorder: AttachedRecorder, part: str, *args: Any, **kwargs: Any) -> Any:
+        with labelled(part):
+            return guarded(recorder, part, *args, **kwargs)
+
+    def counted_copy(tensors: Sequence[torch.Tensor], *, waits: bool = True) -> Any:
+        COSTS.are_late = not waits
+        try:
+            return send(tensors, waits=waits)
+        finally:
+            COSTS.are_late = False
+
+    def counted_as(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with labelled(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    changes: dict[tuple[Any, str], Any] = {
+        (Budget, "timed"): counted_timer,
+        (AttachedRecorder, "_guarded"): counted_part,
+        (attached, "send_arrays"): counted_copy,
+        (attached, "ThreadPoolExecutor"): AtOnce,
+        (GradientProjections, "_see"): counted_as("reduction", GradientProjections._see),
+        (Shaper, "_act"): counted_as(shaping, Shaper._act),
+        (Shaper, "_begin_update"): counted_as(shaping, Shaper._begin_update),
+    }
+    before = {(owner, name): vars(owner)[name] for owner, name in changes}
+    for (owner, name), changed in changes.items():
+        setattr(owner, name, changed)
+    try:
+        yield
+    finally:
+        for (owner, name), original in before.items():
+            setattr(owner, name, original)
+
+
 def counted(shape: Shape) -> dict[str, dict[str, Any]]:
     """Return the cost of each part in a step in which all are measured; for a process of its own.
 
@@ -118,7 +184,7 @@ def counted(shape: Shape) -> dict[str, dict[str, Any]]:
     inner = random_model(config | {"max_length": shape.batch[1]}, torch.device("cpu"), getattr(torch, shape.dtype))
     model, tokens = LanguageModel(inner), torch.randint(0, shape.vocab_size, shape.batch)
     few = tokens[:2, :16]
-    recorder = wb.Recorder(every=dict.fromkeys(BY_CADENCE.keys() - {"probe"}, 1))
+    recorder = wb.Recorder(every=dict.fromkeys(BY_CADENCE.keys() - {"probe"}, 1), budget=None)
     recorder.prepare(model, {"input_ids": few, "labels": few})  # the structure of a model is read from its values
     shapers = {name: Shaper(kss) for name, kss in SHAPING.items()}
     for shaper in shapers.values():
@@ -131,7 +197,7 @@ def counted(shape: Shape) -> dict[str, dict[str, Any]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
         def steps() -> dict[str, Cost]:
-            for _ in range(2):  # the first one reads the model and allocates buffers
+            for _ in range(3):  # the first one reads the model and allocates buffers
                 COSTS.begin()
                 model(inputs, inputs)["loss"].backward()
                 optimizer.step()
@@ -141,13 +207,10 @@ def counted(shape: Shape) -> dict[str, dict[str, Any]]:
             return found
 
         with COSTS:
-            with labelled(TIMED), recorder.attach(model, optimizer):
+            with by_part(), recorder.attach(model, optimizer):
                 found = steps()
             for name, shaper in shapers.items():
-                with (
-                    labelled([(Shaper, "_act", name), (Shaper, "_begin_update", name)]),
-                    shaper.attach(model, optimizer),
-                ):
+                with by_part(name), shaper.attach(model, optimizer):
                     found |= {name: steps()[name]}
     return {part: vars(cost) | {"waits": dict(cost.waits)} for part, cost in found.items()}
 
@@ -162,57 +225,60 @@ def count(shapes: Sequence[Shape]) -> list[dict[str, Cost]]:
     ]
 
 
+def cadences(shape: Shape, costs: Mapping[str, Cost]) -> tuple[dict[str, int], bool]:
+    """Return the updates between two measurements of each part in the budget, and whether precision goes by blocks."""
+    seconds = {part: cost.seconds for part, cost in costs.items() if part and part not in SHAPING}
+    for part, of in (("probe", "attention"), ("monitors", "batch"), ("sample", "batch")):  # these are measured together
+        seconds[of] = seconds.get(of, 0.0) + seconds.pop(part, 0.0)
+    known = seconds | {"step": shape.milliseconds / 1e3}
+    budget = Budget(CADENCE, fixed=(), share=BUDGET, device=torch.device("cpu"), costs=seconds)
+    budget.plan(known)
+    if "precision" in budget.in_turn:  # from now on one block at a time
+        budget.plan(known | {"precision": seconds["precision"] / shape.n_layers})
+    every = dict(budget.interval)
+    every |= {"row": 1, "probe": every["attention"], "monitors": every["batch"], "sample": every["batch"]}
+    return every, "precision" in budget.in_turn
+
+
 def section(name: str, shape: Shape, costs: Mapping[str, Cost]) -> list[str]:
     """Return the lines on one shape: a table of all parts, and their sum."""
-    step = shape.milliseconds / 1e3
-    rows = [(AT_EVERY_UPDATE[part], 1, costs[part]) for part in AT_EVERY_UPDATE if part in costs]
-    fixed = sum(cost.seconds for _, _, cost in rows)
-    parts = {part: (CADENCE[of] or 1, costs[part]) for part, of in BY_CADENCE.items() if part in costs}
-    spread = sum(cost.seconds / every for every, cost in parts.values())
-    left = TARGET * step - fixed
-    factor = max(1.0, spread / left) if left > 0 else math.inf
-    names = {"probe": "pass over the probe, for attention and activations"}
-    lines = [_row(name, 1, cost, step, 1.0) for name, _, cost in rows]
-    lines += [_row(names.get(part, part), every, cost, step, factor) for part, (every, cost) in parts.items()]
-    lines += [_row(name, 1, costs[name], step, None) for name in SHAPING]
-    plain, total = costs[""], fixed + spread
-    in_budget = (
-        f"With cadences that are {factor:.3g} times as long they take {TARGET:.0%}."
-        if 1 < factor < math.inf
-        else "They are within the budget."
-        if factor == 1
-        else "What is done at every update is above the budget alone."
-    )
-    n_waits = sum(cost.n_waits for part, cost in costs.items() if part in AT_EVERY_UPDATE or part in BY_CADENCE)
+    step, (every, is_in_turn) = shape.milliseconds / 1e3, cadences(shape, costs)
+    usual = dict.fromkeys(AT_EVERY_UPDATE, 1) | {part: CADENCE[of] or 1 for part, of in BY_CADENCE.items()}
+    names = AT_EVERY_UPDATE | {part: part for part in BY_CADENCE} | {"probe": "pass over the probe, for both"}
+    lines, sums = [], [0.0, 0.0]
+    for part in [*usual, *SHAPING]:
+        if (cost := costs.get(part)) is None:
+            continue
+        cells = [
+            names.get(part, part),
+            f"{cost.n_launches:,}",
+            f"{cost.n_bytes / 1e9:.3g}",
+            str(cost.n_reads),
+            str(cost.n_waits),
+            f"{1e3 * cost.seconds:.3g} ms",
+        ]
+        if part in usual:
+            of_budget = cost.seconds / (shape.n_layers if part == "precision" and is_in_turn else 1)
+            shares = cost.seconds / usual[part] / step, of_budget / every[part] / step
+            sums = [total + share for total, share in zip(sums, shares, strict=True)]
+            cells += [str(usual[part]), f"{shares[0]:.2%}", f"{every[part]:,}", f"{shares[1]:.2%}"]
+        else:
+            cells += ["1", f"{cost.seconds / step:.1%}", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    plain, together = costs[""], [cost for part, cost in costs.items() if part in usual]
     return [
         f"## {name}",
         "",
         *table(COLUMNS, lines),
         "",
-        f"At the default cadences all parts take {1e3 * total:.2g} ms of a step of {shape.milliseconds:,.0f} ms, "
-        f"**{total / step:.1%}**; what is done at every update takes {fixed / step:.1%}. {in_budget} A step in which "
-        f"all are measured waits {n_waits} times. The step itself launches {plain.n_launches:,} operations and moves "
-        f"{plain.n_bytes / 1e9:.3g} GB, which would take {1e3 * plain.seconds:.3g} ms.",
+        f"At the usual cadences all parts take {sums[0]:.1%} of a step of {shape.milliseconds:,.0f} ms, and "
+        f"**{sums[1]:.1%}** at those of the budget"
+        + (", where precision is measured one block at a time" if is_in_turn else "")
+        + f". A step in which all are measured copies {sum(cost.n_reads for cost in together)} times to the host and "
+        f"waits {sum(cost.n_waits for cost in together)} times. The step itself launches {plain.n_launches:,} "
+        f"operations and moves {plain.n_bytes / 1e9:.3g} GB, which would take {1e3 * plain.seconds:.3g} ms.",
         "",
     ]
-
-
-def _row(name: str, every: int, cost: Cost, step: float, factor: float | None) -> str:
-    """Return the row of a part; ``factor`` lengthens its cadence, None for one that has none."""
-    cadence = "update" if every == 1 else f"{every} updates"
-    longer = "" if factor is None or every == 1 or math.isinf(factor) else f"{math.ceil(every * factor - 1e-9):,}"
-    cells = [
-        name,
-        f"every {cadence}",
-        f"{cost.n_launches:,}",
-        f"{cost.n_bytes / 1e9:.3g}",
-        str(cost.n_reads),
-        str(cost.n_waits),
-        f"{1e3 * cost.seconds:.3g} ms",
-        f"{cost.seconds / every / step:.2%}",
-        longer,
-    ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -231,9 +297,9 @@ def main(arguments: list[str] | None = None) -> None:
         "beyond the launches is not included, nor is work on the host: eigenvalues of small matrices, alarms, the "
         "store. GB are those read and written on the device. The model returns its loss, is trained with AdamW, and "
         "passes one batch per update; steps take the time measured in `gpu.md`, those of 32k tokens 16 times that of "
-        f"2k. The last column is the cadence at which all parts together take {TARGET:.0%} of a step, all lengthened "
-        "by one factor. KSS is counted for an update in which it acts. Generated by `python -m benchmarks.step_costs` "
-        f"with {versions()}."
+        f"2k. The last two columns are the cadences that `wb.watch` chooses for these costs within its budget of "
+        f"{BUDGET:.0%}, of which it keeps a fifth for the store, and their shares. KSS is counted for an update in "
+        f"which it acts. Generated by `python -m benchmarks.step_costs` with {versions()}."
     )
     lines = ["# What watching asks of a GPU", "", about, ""]
     for name, shape in SHAPES.items():

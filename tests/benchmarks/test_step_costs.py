@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.step_costs import AT_EVERY_UPDATE, BY_CADENCE, LIMITS, MOST_WAITS, SHAPING, Shape, count, section
+from benchmarks.step_costs import (
+    AT_EVERY_UPDATE,
+    BY_CADENCE,
+    LIMITS,
+    MOST_WAITS,
+    SHAPING,
+    Shape,
+    cadences,
+    count,
+    section,
+)
 
 pytestmark = [pytest.mark.subprocess, pytest.mark.medium]
 ROOT = Path(__file__).parents[2]
@@ -106,18 +116,27 @@ def test_every_part_has_a_limit(found):
     assert LIMITS.keys() <= AT_EVERY_UPDATE.keys() | BY_CADENCE.keys() | SHAPING.keys()
 
 
-def test_a_step_that_measures_all_parts_waits_rarely(found):
+def test_a_step_that_measures_all_parts_copies_once_and_does_not_wait(found):
     for depth, costs in found.items():
         waits = {part: cost.waits for part, cost in costs.items() if part and part not in SHAPING and cost.n_waits}
         assert sum(map(sum, (each.values() for each in waits.values()))) <= MOST_WAITS, (depth, waits)
+        assert costs["row"].n_reads == 1
         assert not costs[""].waits  # the training itself waits for nothing
 
 
-def test_cadences_are_lengthened_until_all_parts_fit_into_the_budget(found):
-    shape = Shape(32, 5, 2, 64, (2, 16), "float32", milliseconds=1e9)
-    assert "They are within the budget." in "\n".join(section("long steps", shape, found[5]))
-    fixed = 1e3 * sum(found[5][part].seconds for part in AT_EVERY_UPDATE if part in found[5])
-    tight = "\n".join(section("tight", Shape(32, 5, 2, 64, (2, 16), "float32", milliseconds=100 * fixed), found[5]))
-    assert "times as long they take 2%." in tight
-    tiny = "\n".join(section("tiny", Shape(32, 5, 2, 64, (2, 16), "float32", milliseconds=fixed), found[5]))
-    assert "above the budget alone" in tiny
+def test_cadences_are_those_of_the_budget(found):
+    def shape(milliseconds):
+        return Shape(32, 5, 2, 64, (2, 16), "float32", milliseconds)
+
+    usual, is_in_turn = cadences(shape(1e9), found[5])
+    assert not is_in_turn
+    assert usual.items() >= {"attention": 10, "probe": 10, "precision": 20, "batch": 1, "sample": 1, "row": 1}.items()
+    tight, is_in_turn = cadences(shape(5.0), found[5])
+    assert is_in_turn
+    assert all(n >= usual[part] for part, n in tight.items())
+    assert tight["update"] > 50
+    assert "**0.0%** at those of the budget." in "\n".join(section("long steps", shape(1e9), found[5]))
+    text = "\n".join(section("short steps", shape(50.0), found[5]))
+    share = float(text.partition("**")[2].partition("%")[0])
+    assert share <= 2.0
+    assert "one block at a time" in text
