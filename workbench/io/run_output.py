@@ -34,6 +34,8 @@ _ALONG = {"layer_name": "layer", "module_name": "module"}
 #: Prefixes of the names of Zarr's threads.
 _THREADS_OF_ZARR = ("zarr_", "asyncio_")
 
+#: Rows after which the first block of a run with a limit is written.
+_FIRST_ROWS = 25
 #: Clock of the costs of observation; a test replaces it to be independent of the speed of its machine.
 stopwatch = time.perf_counter
 
@@ -87,7 +89,7 @@ class RunOutput:
         self._lock = threading.RLock()
         self._tried_at, self._rests_until = time.monotonic(), 0.0
         self._share = share
-        self._n_blocks = 0
+        self._is_first_of_share = share is not None
         #: Function that returns a context whose time is a cost of the observation, by its name.
         self.timed: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext()
         self._trouble = ""
@@ -220,15 +222,17 @@ class RunOutput:
             waiting.put(row)
             self._last_step = max(self._last_step, row.step)
             now = time.monotonic()
-            is_block = waiting.n_new >= self._rows_per_block or now >= self._tried_at + self._seconds_per_block
+            # With a limit, the first block, which creates the arrays, comes while the run is still young.
+            at_once = min(self._rows_per_block, _FIRST_ROWS) if self._is_first_of_share else self._rows_per_block
+            is_block = waiting.n_new >= at_once or now >= self._tried_at + self._seconds_per_block
             is_block &= now >= self._rests_until
             # After a write error, the size of the rows does not trigger a retry.
             if is_block or (not self._trouble and 2 * self._n_bytes() >= self._max_bytes):
                 begun = stopwatch()
                 self._write()
-                took, self._n_blocks = stopwatch() - begun, self._n_blocks + 1
-                if self._share is not None and self._n_blocks > 1:  # the first one creates the arrays
-                    self._rests_until = time.monotonic() + took / self._share
+                if self._share is not None and not self._is_first_of_share:
+                    self._rests_until = time.monotonic() + (stopwatch() - begun) / self._share
+                self._is_first_of_share = False
             self._keep_bound()
 
     def _n_bytes(self) -> int:
