@@ -190,7 +190,7 @@ class AttachedRecorder:
         self._budget = Budget(
             options.every, fixed=options.fixed, share=options.budget, device=self.device, costs=memory.costs
         )
-        self._due, self._decided, self._forced = set[str](), -1, set[str]()
+        self._due, self._decided, self._forced, self._examined = set[str](), -1, set[str](), set[str]()
         self._rows: list[_Row] = []
         self._flights: list[_Flight] = []
         self._workers: ThreadPoolExecutor | None = None
@@ -509,7 +509,7 @@ class AttachedRecorder:
         if settings is not None and "settings" in self._due:
             changed = self._guarded("settings", lambda _: settings.changes(self.step))
             self._changes = [_plain_change(each) for each in changed or ()]
-        self._open_step = self.step
+        self._open_step, self._examined = self.step, self._due | self._forced
 
     def _write_unmade(self, *, is_agreed: bool = False) -> None:
         """Write a row for each update that was not made."""
@@ -521,7 +521,7 @@ class AttachedRecorder:
         for row in rows:
             own: dict[str, float | Tensor] = logged if row is rows[-1] else {}
             self._pending = {**row, "learning_rate": self._rate(), "is_skipped": 1.0, **own}
-            self._open_step = self.step
+            self._open_step, self._examined = self.step, self._due
             self._close_row()
             self.step += 1
 
@@ -533,8 +533,8 @@ class AttachedRecorder:
         step, self._open_step = self._open_step, None
         if step is None:
             return
-        is_checked = bool({"alarms", *self._every} & self._due or self._forced)
-        has_batch = "batch" in self._due
+        examined, self._examined = self._examined, set()
+        is_checked, has_batch = bool({"alarms", *self._every} & examined), "batch" in examined
         self._rows.append(_Row(step, self._pending, self._changes, is_checked, has_batch, self._measured))
         self._pending, self._changes, self._measured = {}, [], {}
         if (self._is_late or is_shared()) and not (is_checked or len(self._rows) >= _MOST_ROWS or self.is_hosted):
