@@ -94,7 +94,7 @@ def little_memory(rank, step, blocks):
 
 def methods(rank, step, blocks):
     if rank == 1 and step == 2:
-        raising(UpdateCollector, "_read_sums")
+        raising(UpdateCollector, "_measure")
         raising(GradientProjections, "_received")
 
 
