@@ -327,6 +327,32 @@ def test_a_changed_setting_that_is_not_a_fault_requests_no_action(task):  # noqa
     assert [alarm.signal for alarm in alarms.raised] == ["weight_decay"]
 
 
+class WithoutFloat64(torch.nn.Module):
+    """A module whose kernel supports no float64."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x, *args, **kwargs):
+        if x.dtype == torch.float64:
+            raise NotImplementedError("There is no kernel for float64.")
+        return self.module(x, *args, **kwargs)
+
+
+def test_a_block_whose_arithmetic_cannot_be_measured_leaves_the_others(task):  # noqa: F811
+    def recorded(layers):
+        model, recorder = dense(), recorder_with(every={"precision": 2})
+        for layer in layers:
+            model.blocks[layer].attention = WithoutFloat64(model.blocks[layer].attention)
+        trained(model, task, recorder)
+        return [np.isfinite(o.values["error_excess"]).tolist() for o in of_part(recorder, "precision")]
+
+    assert recorded([1]) == [[True, False]] * 3
+    with pytest.warns(RecordingWarning, match="No block can be run separately"):
+        assert recorded([0, 1]) == []
+
+
 def window_of(model, tokens):
     return QueryKeyWindow(wb.query_key_weights(model, tokens), SimpleNamespace(as_model=model), 2.0)
 

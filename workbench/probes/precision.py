@@ -282,7 +282,7 @@ def _measured(
     """Return the norms of the given blocks on the device, the exceptions of others, and the limit of the excess."""
     measured, failed = [], dict[int, Exception]()
     with undisturbed(model), torch.enable_grad(), config_options(known_options(model, {"use_cache": False})):
-        calls = _own_pass(model, loss_of, anatomy, around, layers)
+        calls = _own_pass(model, loss_of, anatomy, around, layers) if layers else []
         with _disable_current_modes():  # blocks run on copies, which the modes that guard the model need not protect
             for call in calls:
                 try:
@@ -322,15 +322,19 @@ def _gradients(loss: Tensor, states: Sequence[Tensor]) -> Sequence[Tensor | None
     kind = loss.device.type
     is_cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
     scales = _SCALES if is_cast or any(state.dtype == torch.float16 for state in states) else _SCALES[:1]
-    found: list[Tensor | None] = [None] * len(states)
+    found: Sequence[Tensor | None] = ()
     for scale in scales if states else ():
         larger = torch.autograd.grad(loss * scale, states, allow_unused=True, retain_graph=scale != scales[-1])
-        sizes = [each.abs().amax().to(loss.device) for each in larger if each is not None]
-        is_finite = torch.stack(sizes).isfinite().all() if sizes else torch.zeros((), dtype=torch.bool)
-        found = [
-            new if new is None or old is None else torch.where(is_finite.to(new.device), new, old)
-            for new, old in zip(larger, found, strict=True)
-        ]
+        sizes = [each.abs().amax().to(loss.device) for each in larger if each is not None and found]
+        is_finite = torch.stack(sizes).isfinite().all() if sizes else None
+        found = (
+            larger
+            if is_finite is None
+            else [
+                None if new is None or old is None else torch.where(is_finite.to(new.device), new, old)
+                for new, old in zip(larger, found, strict=True)
+            ]
+        )
     return found
 
 

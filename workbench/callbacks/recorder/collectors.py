@@ -361,7 +361,11 @@ class Collectors:
                 self._turn += 1
             measurement = self._probes.precision(layers)
             tensors = next(measurement)
-        return finish(measurement, (yield tensors))
+        before, values = {*self._probes.failed}, finish(measurement, (yield tensors))
+        for layer in self._probes.failed.keys() - before:
+            reason = f"The arithmetic of layer {layer} cannot be measured ({self._probes.failed[layer]})."
+            self._event("not recorded", source="precision", message=reason, layer=layer)
+        return values
 
     def update_effect(self) -> Measurement[dict[str, float]]:
         """Return the effect of the update on the loss of fixed examples."""

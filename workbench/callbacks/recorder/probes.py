@@ -54,7 +54,7 @@ class ProbeCollector:
         self._loss_of = loss_of
         self._before: dict[str, Tensor] = {}
         #: Layers whose arithmetic cannot be measured, with the reason.
-        self.failed: dict[int, Exception] = {}
+        self.failed: dict[int, str] = {}
 
     @property
     def precision_layers(self) -> list[int]:
@@ -64,8 +64,8 @@ class ProbeCollector:
     def precision(self, layers: Collection[int] | None = None) -> Measurement[dict[str, np.ndarray]]:
         """Measure the variables of ``schema.PRECISION`` of some layers, None for all; NaN for the others.
 
-        A layer whose measurement fails is added to ``failed`` and not measured again. If none is left, its exception is
-        raised.
+        A layer whose measurement fails is added to ``failed`` and not measured again. If none is left, that is an
+        error.
         """
         if self.anatomy is None:
             raise SnapshotError("The blocks of the model cannot be read.")
@@ -78,9 +78,9 @@ class ProbeCollector:
             around=self.around,
             layers=[layer for layer in able if layers is None or layer in layers],
         )
-        self.failed |= failed
+        self.failed |= {layer: f"{type(error).__name__}: {error}" for layer, error in failed.items()}
         if failed and self.failed.keys() >= {*able}:
-            raise next(iter(failed.values()))
+            raise SnapshotError(f"No block can be run separately ({next(iter(self.failed.values()))}).")
         return values
 
     @torch.no_grad()
@@ -157,11 +157,6 @@ class QueryKeyWindow:
         self._readings = [reading for reading in readings if isinstance(reading, QueryKey)]
         self.n_heads = max((reading.query.shape[0] for reading in self._readings), default=0)
         self._base: list[_Weights] = []
-
-    @property
-    def layers(self) -> list[int]:
-        """Layers whose weights can be read."""
-        return [reading.layer for reading in self._readings]
 
     def begin(self, layers: Collection[int] | None = None) -> None:
         """Take the current weights of some layers as the base point (None for all); only these are measured."""
