@@ -113,10 +113,15 @@ def massive_activations(states: Tensor, *, least: float = 100.0, ratio: float = 
 def _median(size: Tensor) -> Tensor:
     """Return the lower median along the last dimension, NaN if an entry is NaN.
 
-    `torch.median` raises an error on CUDA if the user asked for deterministic algorithms; sorting does not.
+    On CUDA, `torch.median` and `torch.kthvalue` raise an error if the user asked for deterministic algorithms; sorting
+    does not, but takes seven times as long on the host.
     """
+    middle = (size.shape[-1] - 1) // 2
+    if size.device.type == "cpu":
+        value = size.kthvalue(middle + 1, -1).values
+        return value.masked_fill(size.amax(-1).isnan(), torch.nan)
     ordered = size.sort(-1).values  # NaN last
-    return torch.where(ordered[..., -1].isnan(), ordered[..., -1], ordered[..., (size.shape[-1] - 1) // 2])
+    return torch.where(ordered[..., -1].isnan(), ordered[..., -1], ordered[..., middle])
 
 
 def kurtosis(states: Tensor) -> Tensor:
@@ -140,9 +145,9 @@ def kurtosis(states: Tensor) -> Tensor:
     """
     entries = widened(states).flatten(-2)
     centered = entries - entries.mean(-1, keepdim=True)
-    centered = centered / centered.abs().amax(-1, keepdim=True)  # the fourth power of large states would overflow
-    squares = centered.square()
-    return squares.square().mean(-1) / squares.mean(-1).square()
+    # The fourth power of large states would overflow.
+    squares = centered.div_(torch.linalg.vector_norm(centered, torch.inf, -1, keepdim=True)).square_()
+    return squares.shape[-1] * (torch.linalg.vector_norm(squares, dim=-1) / squares.sum(-1)).square()
 
 
 def state_norm(states: Tensor) -> Tensor:
