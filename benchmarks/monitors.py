@@ -1,76 +1,46 @@
 """Measure the cost of recorder, probes and alarms per training step by part, and how long a step waits for the store.
 
 Call: python -m benchmarks.monitors [--rows 32]; writes benchmarks/monitors.md. Steps with and without `workbench.watch`
-alternate in one process. The measured time is processor time (`time.process_time`) within the functions of the
-recorder, because the difference of two complete steps would be smaller than their noise while other programs run.
+alternate in one process. Costs are those that the watch itself counts, as processor time: the difference of two
+complete steps would be smaller than their noise while other programs run.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import platform
 import statistics
 import tempfile
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 import workbench as wb
 from benchmarks.report import write_report
-from workbench.callbacks.alarms import Alarms
-from workbench.callbacks.recorder.attached import AttachedRecorder
-from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.options import CADENCE
 from workbench.callbacks.recorder.probes import SPECTRA_OF_HEADS
-from workbench.callbacks.watch import Watch
+from workbench.io import run_output
 from workbench.io.provenance import versions
 from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
-from workbench.probes.gradient_projections import GradientProjections
 
 WIDTH, DEPTH, LENGTH = 512, 8, 256
 #: Target: largest fraction of a step that all parts together take.
 TARGET = 0.02
-#: Names of the timed functions, by row of the table: rows of every update, and rows with the cadence of a part.
+#: Rows of what is done at every update, by the name of its cost; the others have the cadence of their part.
 AT_EVERY_UPDATE = {
-    "contents of the batch": ("batch",),
-    "gradient norm": ("monitors",),
-    "size of the update, on a sample": ("sample",),
-    "settings": ("settings",),
-    "alarms and evidence from the metrics of the update": ("alarms monitors",),
-    "rows for the store, status, hooks": ("store", "status", "hooks"),
+    "row": "row of the update, hooks",
+    "batch": "contents of the batch, norm of the gradient, size of the update",
+    "settings": "settings",
+    "alarms": "alarms and evidence from the metrics of the update",
 }
-BY_CADENCE = {
-    "attention": ("attention", "alarms attention"),
-    "optimizer": ("optimizer", "alarms optimizer"),
-    "activations": ("activations", "alarms activations"),
-    "precision": ("precision", "alarms precision"),
-    "reduction": ("reduction", "alarms reduction"),
-    "update": ("update", "alarms update"),
-}
-#: Class and method to time, and the name under which the time is counted.
-TIMED: tuple[tuple[type, str, str | Callable[..., str]], ...] = (
-    (AttachedRecorder, "_guarded", lambda recorder, part, action, **_: part),
-    (AttachedRecorder, "_before_update", "hooks"),
-    (AttachedRecorder, "_after_step", "hooks"),
-    (BatchWatch, "_enter", "batch"),
-    (BatchWatch, "_leave", "batch"),
-    (BatchWatch, "_arrive", "batch"),
-    (GradientProjections, "_see", "reduction"),
-    (Alarms, "observe", lambda alarms, observation: f"alarms {observation.part}"),
-    (Alarms, "_evidence_row", "alarms monitors"),
-    (RunOutput, "add", "store"),
-    (Watch, "_take_observation", "status"),
-)
+#: Rows of a cadence; activations share a pass over the probe with attention, and are counted there.
+BY_CADENCE = ("attention", "optimizer", "precision", "reduction", "update")
 
 
 class LanguageModel(torch.nn.Module):
@@ -84,49 +54,6 @@ class LanguageModel(torch.nn.Module):
         """Return the loss and the logits."""
         logits = self.inner(input_ids)
         return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
-
-class OwnTimes:
-    """Processor time of functions, excluding that of the timed functions that they call.
-
-    Attributes:
-        seconds: Time by name, since the dict was cleared.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inside: list[float] = []
-
-    def timed(self, function: Callable[..., Any], name: str | Callable[..., str]) -> Callable[..., Any]:
-        """Return the function with its time counted under a name, or under the name returned by a function."""
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            own = name if isinstance(name, str) else name(*args, **kwargs)
-            start = time.process_time()
-            self._inside.append(0.0)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                took = time.process_time() - start
-                self.seconds[own] += took - self._inside.pop()
-                if self._inside:
-                    self._inside[-1] += took
-
-        return run
-
-
-@contextmanager
-def all_timed() -> Iterator[dict[str, float]]:
-    """Context in which the functions of `TIMED` are timed; yields their times by name."""
-    times, before = OwnTimes(), [vars(owner)[function] for owner, function, _ in TIMED]
-    for (owner, function, name), original in zip(TIMED, before, strict=True):
-        setattr(owner, function, times.timed(original, name))
-    try:
-        yield times.seconds
-    finally:
-        for (owner, function, _), original in zip(TIMED, before, strict=True):
-            setattr(owner, function, original)
 
 
 def step_seconds(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
@@ -151,23 +78,22 @@ def own_seconds(n_rows: int, n_pairs: int) -> tuple[float, dict[str, float]]:
     models = [LanguageModel() for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-4) for model in models]
     generator = torch.Generator().manual_seed(0)
-    without, parts = [], []
-    with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder, all_timed() as seconds:
+    with (
+        warnings.catch_warnings(),
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(run_output, "stopwatch", time.process_time),
+    ):
         warnings.simplefilter("ignore")  # windows of one step are too short for results, but cost the same
-        every = dict.fromkeys(BY_CADENCE, 1)
-        with wb.watch(models[1], optimizers[1], store=Path(folder, "a.zarr"), every=every, shows=False):
-            for i in range(n_pairs + 1):
+        every, path = dict.fromkeys((*BY_CADENCE, "activations"), 1), Path(folder, "a.zarr")
+        with wb.watch(models[1], optimizers[1], store=path, every=every, budget=None, shows=False) as watch:
+            without = []
+            for _ in range(n_pairs + 1):  # the first measurements, which cost more, do not count
                 batch = torch.randint(0, 256, (n_rows, LENGTH), generator=generator)
-                took = step_seconds(models[0], optimizers[0], batch)
-                seconds.clear()
+                without.append(step_seconds(models[0], optimizers[0], batch))
                 step_seconds(models[1], optimizers[1], batch)
-                if i:  # in the first step the anatomy is read and buffers are allocated
-                    without.append(took)
-                    parts.append(dict(seconds))
-    names = sorted({name for each in parts for name in each})
-    return statistics.median(without), {
-        name: statistics.median(each.get(name, 0.0) for each in parts) for name in names
-    }
+            cost = watch.cost
+    assert cost is not None
+    return statistics.median(without[1:]), {name: part.seconds for name, part in cost.parts.items()}
 
 
 def table_rows(step: float, seconds: dict[str, float], writer: float) -> list[str]:
@@ -178,11 +104,10 @@ def table_rows(step: float, seconds: dict[str, float], writer: float) -> list[st
         seconds: Times by name.
         writer: Time of writing per step.
     """
-    costs = [(name, 1, sum(seconds.get(key, 0.0) for key in keys)) for name, keys in AT_EVERY_UPDATE.items()]
+    costs = [(row, 1, seconds.get(name, 0.0)) for name, row in AT_EVERY_UPDATE.items()]
     costs.append(("the store", 1, writer))
-    # Attention and activations share a pass over the probe; it is counted for every measurement of attention.
-    costs.append(("pass over the probe of the recorder", CADENCE["attention"] or 0, seconds.get("probe", 0.0)))
-    costs += [(part, CADENCE[part] or 0, sum(seconds.get(k, 0.0) for k in keys)) for part, keys in BY_CADENCE.items()]
+    names = {"attention": "attention and activations, with their pass over the probe"}
+    costs += [(names.get(part, part), CADENCE[part] or 0, seconds.get(part, 0.0)) for part in BY_CADENCE]
     rows = [
         f"| {name} | {'every update' if every == 1 else f'every {every} updates'} | {1e3 * cost:.1f} ms | "
         f"{cost / every / step:.3%} |  |"
@@ -229,8 +154,9 @@ def main() -> None:
         f"`wb.watch` on a Pre-LN transformer, d = {WIDTH}, L = {DEPTH}, 8 heads, batches of {args.rows} x {LENGTH} "
         f"tokens, float32, AdamW, {torch.get_num_threads()} thread; a step without the recorder takes {step:.1f} s of "
         f"processor time. Steps with and without the recorder alternate ({args.pairs} of each); each recorded step "
-        "measures every part, and the time within the functions of the recorder is then divided by the default cadence "
-        "of the part. The table shows medians of processor time, because other programs ran on the machine. Checks "
+        "measures every part, whose cost (`watched.cost`) is then divided by the default cadence of the part. On small "
+        "or fast models the budget makes cadences longer (`foreign.md`). The table shows medians of processor time, "
+        "because other programs ran on the machine. Checks "
         "that an alarm triggers are not included. The store receives 50 scalars per step and four arrays of "
         f"{DEPTH} x 8 x 5 every 10 steps, in blocks of 200 rows. Generated by `make bench` on {os.cpu_count()} cores "
         f"({platform.machine()}) with {versions()}."
