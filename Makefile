@@ -94,6 +94,8 @@ bench: venv  ## Measure speed, memory and accuracy; writes benchmarks/*.md
 	$(BIN)/python -m benchmarks.accuracy
 	$(BIN)/python -m benchmarks.recording
 	$(BIN)/python -m benchmarks.monitors
+	$(BIN)/python -m benchmarks.foreign
+	$(BIN)/python -m benchmarks.step_costs
 	$(BIN)/python -m benchmarks.precision
 	$(BIN)/python -m benchmarks.shaping
 	$(BIN)/python -m benchmarks.live

@@ -244,7 +244,7 @@ def of_ddp(attach: Attach) -> Loop:
 #: Loops by name, with the package that they need.
 LOOPS: dict[str, tuple[Callable[[Attach], Loop], str]] = {
     "nanoGPT": (nanogpt, "torch"),
-    "nanoGPT, 4 batches accumulated": (partial(nanogpt, n_accumulated=4), "torch"),
+    "nanoGPT, 2 batches accumulated": (partial(nanogpt, n_accumulated=2), "torch"),
     "nanoGPT, autocast to bfloat16": (partial(nanogpt, uses_autocast=True), "torch"),
     "accelerate": (of_accelerate, "accelerate"),
     "Trainer of transformers": (of_transformers, "transformers"),

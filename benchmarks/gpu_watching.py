@@ -141,10 +141,8 @@ def correctness(device: torch.device, small: bool) -> Section:
         )
         model = LanguageModel(inner).double().to(place)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        recorder, found = (
-            wb.Recorder(every={part: 10 for part in CADENCE if part not in ("curvature", "spectra")}),
-            defaultdict(list),
-        )
+        every = {part: 10 for part in CADENCE if part not in ("curvature", "spectra")}
+        recorder, found = wb.Recorder(every=every, budget=None), defaultdict(list)
         recorder.observe(lambda observation: found[observation.part].append(dict(observation.values)))
         generator = torch.Generator().manual_seed(0)
         with recorder.attach(model, optimizer):

@@ -9,7 +9,7 @@ N_STEPS = 3
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["nanoGPT", "nanoGPT, 4 batches accumulated", "nanoGPT, autocast to bfloat16"])
+@pytest.mark.parametrize("name", ["nanoGPT", "nanoGPT, 2 batches accumulated", "nanoGPT, autocast to bfloat16"])
 def test_plain_loops(name):
     times = in_turn(LOOPS[name][0], N_STEPS)
     assert {key: len(found) for key, found in times.wall.items()} == {"without": N_STEPS, "with": N_STEPS}
