@@ -274,8 +274,9 @@ def section(name: str, shape: Shape, costs: Mapping[str, Cost]) -> list[str]:
         f"At the usual cadences all parts take {sums[0]:.1%} of a step of {shape.milliseconds:,.0f} ms, and "
         f"**{sums[1]:.1%}** at those of the budget"
         + (", where precision is measured one block at a time" if is_in_turn else "")
-        + f". A step in which all are measured copies {sum(cost.n_reads for cost in together)} times to the host and "
-        f"waits {sum(cost.n_waits for cost in together)} times. The step itself launches {plain.n_launches:,} "
+        + f". Copies to the host and waits of a step in which all are measured: "
+        f"{sum(cost.n_reads for cost in together)} and {sum(cost.n_waits for cost in together)}. The step itself "
+        f"launches {plain.n_launches:,} "
         f"operations and moves {plain.n_bytes / 1e9:.3g} GB, which would take {1e3 * plain.seconds:.3g} ms.",
         "",
     ]
