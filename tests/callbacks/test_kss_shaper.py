@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 import workbench as wb
 from tests.about import says
+from tests.launches import Launches
 from tests.small_training import same_weights
 from workbench.callbacks.kss import KSSOptions, PenaltyShape, TrustRegion
 from workbench.callbacks.kss.penalty import ILL_DEFINED, NOT_FINITE, layer_penalties
@@ -453,3 +454,31 @@ def test_a_wrapper_around_the_model(unstable, task):
             step(model, optimizer, task.batch(i))
             step(control, optimizer_of_control, task.batch(i))
     assert same_weights(model, control)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("kss", "n_of_two", "n_of_each"), [(wb.KSS.recommended(), 40, 1), (wb.KSS.published(interval=1), 130, 6)]
+)
+def test_the_number_of_operations_hardly_grows_with_the_number_of_layers(make_model, task, kss, n_of_two, n_of_each):
+    """Apart from the passes of the model itself, each block costs the choice of its tokens and their gradient."""
+
+    def added(n_layers):
+        model = make_model(n_layers=n_layers, d_model=64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
+        batches = [task.batch(i) for i in range(5)]
+        with kss.attach(model, optimizer):
+            for batch in batches[:-1]:
+                step(model, optimizer, batch)
+            loss_of(model, batches[-1]).backward()
+            with Launches() as step_with_kss:
+                optimizer.step()
+        with Launches() as alone:
+            loss = model(batches[-1][0]).sum()
+            if kss.options.coupling == "gradient":
+                loss.backward()
+        return step_with_kss.n_operations - alone.n_operations
+
+    of_two, of_eight = added(2), added(8)
+    assert of_two <= n_of_two
+    assert of_eight - of_two <= 6 * n_of_each

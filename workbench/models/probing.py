@@ -264,7 +264,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     parts = [model]
     for part in parts:  # which grows
         if part._modules:
-            parts += filter(None, part._modules.values())
+            parts += [each for each in part._modules.values() if each is not None]
     return parts
 
 

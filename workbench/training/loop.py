@@ -349,7 +349,10 @@ class Training:
     def _grad_norm(self) -> Tensor:
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        if len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:
+            return torch.nn.utils.get_total_norm(gradients)
+        # The same for tensors of one kind, without sorting them.
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
     def _cause(self, loss: float, grad_norm: float) -> str:
         if self.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
@@ -359,7 +362,8 @@ class Training:
     def _update(self, inputs: Any, targets: Tensor, loss: float, grad_norm: float) -> None:
         for callback in self.callbacks:
             callback.before_update(self.step, {"loss": loss, "grad_norm": grad_norm})
-        self._clip(torch.full((), grad_norm, device=self.device))  # created there, as a copy would wait for the device
+        if self.plan.clip_norm is not None:  # created on the device, as a copy would wait for it
+            self._clip(self.plan.clip_norm, torch.full((), grad_norm, device=self.device))
         if takes_several_passes(self.optimizer):
             # Optimizers return the value of the closure, a tensor or a number.
             closure: Callable[[], Any] = partial(self._closure, inputs, targets)
@@ -368,11 +372,10 @@ class Training:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _clip(self, grad_norm: Tensor) -> None:
-        if self.plan.clip_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-            norm = grad_norm.to(torch.get_default_dtype())  # also of gradients in bfloat16
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.plan.clip_norm, norm)
+    def _clip(self, largest: float, grad_norm: Tensor) -> None:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # In the default dtype also where the gradients are in bfloat16.
+        torch.nn.utils.clip_grads_with_norm_(parameters, largest, grad_norm.to(torch.get_default_dtype()))
 
     def _closure(self, inputs: Any, targets: Tensor) -> Tensor:
         """Compute loss and gradients again, for an optimizer that evaluates them several times per step."""
@@ -381,7 +384,7 @@ class Training:
             total = self._total(inputs, targets, self.model)
             total.backward()
         if self.plan.clip_norm is not None and _is_two_pass(self.optimizer):  # LBFGS needs the unclipped gradient
-            self._clip(self._grad_norm())
+            self._clip(self.plan.clip_norm, self._grad_norm())
         return total
 
     def _spectra(self, taker: SpectraTaker, step: int) -> xr.Dataset | None:
