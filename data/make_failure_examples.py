@@ -68,7 +68,8 @@ def record(name: str, work: Path) -> str:
     wb.save_checkpoint(made.model, places / "step-00000000")
     store = work / f"{name}.zarr"
     *_, last = wb.train(
-        made.model, made.task, store=store, faults=made.faults, recorder=wb.Recorder(every=CADENCE, n_probe_tokens=64),
+        made.model, made.task, store=store, faults=made.faults,
+        recorder=wb.Recorder(every=CADENCE, budget=None, n_probe_tokens=64),
         spectra_every=100, checkpoint_every=10, profile_options={"n_snapshots": 256, "n_workers": 1}, **made.plan,
     )  # fmt: skip
     run = wb.open_run(store).load()

@@ -70,7 +70,10 @@ def record(case: Case, work: Path, cadence: dict[str, int | None] = CADENCE) -> 
     start_loss = held_out_loss(model, task)
     inputs, targets = replace(task, batch_size=8).batch(0)
     recorder = wb.Recorder(
-        every=cadence, n_probe_tokens=64, loss_of=lambda model, _: token_loss(prediction_of(model(inputs)), targets)
+        every=cadence,
+        budget=None,
+        n_probe_tokens=64,
+        loss_of=lambda model, _: token_loss(prediction_of(model(inputs)), targets),
     )
     spectra = {"spectra_every": 100, "profile_options": {"n_snapshots": 256, "n_workers": 1}}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():

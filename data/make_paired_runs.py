@@ -29,7 +29,7 @@ def record(name: str, work: Path) -> str:
     store = work / f"{name}.zarr"
     *_, last = wb.train(
         model, task, n_steps=N_STEPS, learning_rate=0.016, warmup=50, clip_norm=1.0, seed=SEED, faults=[fault],
-        optimizer_options={"betas": (0.9, 0.95), "fused": True}, recorder=wb.Recorder(n_probe_tokens=128),
+        optimizer_options={"betas": (0.9, 0.95), "fused": True}, recorder=wb.Recorder(n_probe_tokens=128, budget=None),
         alarms=wb.Alarms(), store=store,
     )  # fmt: skip
     run = wb.open_run(store).load()

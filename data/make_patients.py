@@ -186,7 +186,7 @@ def seconds_of(name: str, measured: str) -> float:
     elif measured:
         own = {measured: CADENCE[measured]} if measured in CADENCE else {}
         options["recorder"] = wb.Recorder(
-            every=dict.fromkeys(wb.Recorder().every) | own, n_probe_tokens=64,
+            every=dict.fromkeys(wb.Recorder().every) | own, budget=None, n_probe_tokens=64,
             loss_of=lambda model, _: token_loss(prediction_of(model(inputs)), targets),
         )  # fmt: skip
     begun = time.process_time()

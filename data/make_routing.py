@@ -55,7 +55,7 @@ CASES: dict[str, list[wb.faults.Fault]] = {
 def record(case: str, seed: int, store: Path, n_steps: int = N_STEPS) -> xr.Dataset:
     """Train one run; return what was measured of it every ten steps, and its loss before each measurement."""
     task = wb.tasks.associative_recall(**TASK, seed=seed)
-    recorder = wb.Recorder(every=PARTS, n_probe_tokens=N_PROBE_TOKENS)
+    recorder = wb.Recorder(every=PARTS, n_probe_tokens=N_PROBE_TOKENS, budget=None)
     model = wb.zoo.moe(**MODEL, seed=seed)
     faults = CASES[case]
     for _ in wb.train(model, task, n_steps=n_steps, faults=faults, store=store, recorder=recorder, seed=seed, **PLAN):

@@ -75,7 +75,7 @@ class Loop:
         self.task = wb.tasks.text_bytes(length=LENGTH, batch_size=BATCH, seed=seed)
         self.draws = torch.Generator().manual_seed(seed)
         self.alarms = wb.Alarms()
-        self.recorder = wb.Recorder(alarms=self.alarms).attach(self.model, self.optimizer)
+        self.recorder = wb.Recorder(alarms=self.alarms, budget=None).attach(self.model, self.optimizer)
         self.fault, self.kept = "", None
 
     def begin(self, fault: str) -> None:

@@ -117,7 +117,7 @@ class Recorded:
         self.later = Later()
         self.losses: list[float] = []
         self.observations: list[Any] = []
-        recorder = wb.Recorder(n_probe_tokens=128)
+        recorder = wb.Recorder(n_probe_tokens=128, budget=None)
         recorder.observe(self.observations.append)
         self.alarms = wb.Alarms()
         self.judged = JudgedRun(self.alarms)

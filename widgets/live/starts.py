@@ -104,7 +104,8 @@ class PairedRuns:
         if recorder is not None:
             options = recorder.options
             recorder = Recorder(
-                every=recorder.every,
+                every={part: recorder.every[part] for part in options.fixed},
+                budget=options.budget,
                 probe=recorder.probe,
                 n_probe_tokens=recorder.n_probe_tokens,
                 alpha=options.alpha,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from workbench.callbacks.alarms.replaying import REST, replay
 from workbench.callbacks.faults import Injection, NoAuxiliaryLoss
@@ -68,7 +69,8 @@ class Actions:
     The kinds of action are ``"roll_back"`` (restore the last checkpoint before the onset), ``"auxiliary_loss"``
     (switch the auxiliary loss on again), ``"cut_rate"`` (reduce the learning rate to a tenth, at most to 1 % of the
     planned one) and ``"stop"``. They are carried out in this order, for at most five alarms of a run. After an action
-    no alarm is raised for 60 steps, while the run recovers.
+    no alarm is raised for 60 steps, while the run recovers. With actions the recorder has no budget, and every part
+    keeps its cadence, so that the training does not depend on the speed of the machine.
 
     Attributes:
         policy: Mapping from cause to kinds of action; ``"otherwise"`` stands for all causes that it does not name.
@@ -142,6 +144,8 @@ class Guard(Callback):
                 "store= to wb.train()."
             )
         kinds = set() if self._actions is None else self._actions.kinds
+        if kinds:  # a training that alarms change must not depend on the speed of the machine
+            self.recorder.options = replace(self.recorder.options, budget=None)
         if "roll_back" in kinds and run.checkpoints is None:
             remedy = "pass checkpoint_every= too" if run.owns_loop else "give Actions a policy without 'roll_back'"
             raise OptionError(f"The action 'roll_back' needs checkpoints of wb.train(), but there are none; {remedy}.")
@@ -153,6 +157,7 @@ class Guard(Callback):
         self._unsound = set(state["unsound"])
         self.recorder.memory.recent_examples = state.get("recent_examples", [])
         self.recorder.memory.settings = state.get("settings", {})
+        self.recorder.memory.costs = state.get("costs", {})
         if not self.run.owns_loop and "recorder" in state:
             self.recorder.load_state_dict(state["recorder"])
 
@@ -202,8 +207,11 @@ class Guard(Callback):
         if not self.run.owns_loop:
             # Metrics logged before the update are means over ranks by now; the rate is read from the optimizer.
             given = {n: value for n, value in numbers.items() if n not in {*self._logged, "learning_rate"}}
-            if not math.isfinite(float(self._attached.pending.get("loss", 0.0))):
-                given.pop("loss", None)  # a Trainer may replace a loss that is not finite by another number
+            # A Trainer may replace a loss that is not finite by another number; the host does not wait for it.
+            loss = self._attached.pending.get("loss")
+            if "loss" in given and loss is not None:
+                loss = torch.as_tensor(loss)
+                given["loss"] = loss.where(~loss.isfinite(), torch.as_tensor(given["loss"], device=loss.device))
             self._attached.log(**given)
             return {}
         known = self._attached.finish_step(**numbers)
@@ -293,6 +301,7 @@ class Guard(Callback):
             elif self._attached is not None:
                 self._state["recent_examples"] = self._attached.batches.recent_examples
                 self._state["settings"] = self._attached.settings_state
+                self._state["costs"] = self._attached.costs
         return self._state
 
     def end(self, *, is_broken: bool = False) -> None:

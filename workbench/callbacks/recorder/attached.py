@@ -266,6 +266,11 @@ class AttachedRecorder:
         """State of the comparison of the run's settings, as JSON values."""
         return self.memory.settings if self._settings is None else self._settings.sentinel.state_dict()
 
+    @property
+    def costs(self) -> dict[str, float]:
+        """Seconds of one measurement of each part, from which a resumed run starts."""
+        return {part: seconds for part, seconds in self._budget.known().items() if part != "step"}
+
     def flush(self) -> None:
         """Write all metrics so far, including those of the current step if its update is done.
 
@@ -337,7 +342,7 @@ class AttachedRecorder:
         """Keep in the memory, and in the store, what the next recorder of this run needs."""
         memory = self.memory
         memory.recent_examples, memory.settings = self.batches.recent_examples, self.settings_state
-        memory.costs = {part: seconds for part, seconds in self._budget.known().items() if part != "step"}
+        memory.costs = self.costs
         if not self.is_hosted and self.output.path is not None:
             names = ("recent_examples", "settings", "costs")
             state = {"step": self.step, **{name: vars(memory)[name] for name in names}}
