@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -483,3 +484,40 @@ def gpt2_with_dropout():
     from tests.callbacks.test_kss_loops import gpt2
 
     return gpt2()
+
+
+def test_values_that_are_read_later_give_the_same_record(task, tmp_path):
+    """As on an accelerator: one copy for several rows, measurements completed by another thread."""
+    every = {
+        "attention": 10,
+        "router": 5,
+        "optimizer": 3,
+        "activations": 4,
+        "precision": 6,
+        "reduction": 2,
+        "update": 7,
+    }
+
+    def record(name, *, is_late):
+        model = moe()
+        optimizer = adam(model)
+        recorder = wb.Recorder(tmp_path / name, every=every, alarms=wb.Alarms())
+        seen = []
+        recorder.observe(lambda observation: seen.append((observation.part, observation.step)))
+        with recorder.attach(model, optimizer) as attached:
+            attached._is_late = is_late
+            for i in range(23):
+                loss = loss_of(model, task.batch(i))
+                loss.backward()
+                recorder.log(loss=loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                late = [i - step for part, step in seen[-1:] if part == "monitors"]
+                assert not late or late[0] <= 14
+        return wb.open_run(tmp_path / name), seen
+
+    (now, order), (later, later_order) = (record(f"{is_late}.zarr", is_late=is_late) for is_late in (False, True))
+    assert sorted(later_order) == sorted(order)
+    assert {part for part, _ in order} >= {"monitors", *every.keys() - {"update"}}
+    for part in {part for part, _ in order}:
+        xr.testing.assert_identical(now[part].to_dataset(), later[part].to_dataset())

@@ -206,7 +206,9 @@ class Guard(Callback):
             return {}
         if not self.run.owns_loop:
             # Metrics logged before the update are means over ranks by now; the rate is read from the optimizer.
-            given = {n: value for n, value in numbers.items() if n not in {*self._logged, "learning_rate"}}
+            given: dict[str, Any] = {
+                n: value for n, value in numbers.items() if n not in {*self._logged, "learning_rate"}
+            }
             # A Trainer may replace a loss that is not finite by another number; the host does not wait for it.
             loss = self._attached.pending.get("loss")
             if "loss" in given and loss is not None:

@@ -6,16 +6,13 @@ import contextlib
 import json
 import math
 import os
-import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,12 +41,13 @@ from workbench.callbacks.recorder.options import (
     to_plain,
 )
 from workbench.callbacks.recorder.probes import ReductionCollector
+from workbench.callbacks.recorder.rows import Flight, Row, Started
 from workbench.callbacks.recorder.settings import SettingsWatch
-from workbench.callbacks.recorder.updates import SampledUpdate, total_gradient_norm, was_skipped
+from workbench.callbacks.recorder.updates import SampledUpdate, overflow_of, total_gradient_norm
 from workbench.errors import WorkbenchError
 from workbench.io.run_output import RunOutput, before_exit, issue_warning
 from workbench.models.calling import bare, is_shared
-from workbench.models.readable_weights import Measurement, complete, finish, send_arrays
+from workbench.models.readable_weights import Measurement, complete
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
 from workbench.schema.events import Event
@@ -81,67 +79,6 @@ _STATE_EVERY = 200
 _attached: weakref.WeakSet[AttachedRecorder] = weakref.WeakSet()
 #: Parts that determine the cause of an alarm.
 _CHECKS = ("precision", "reduction")
-
-
-@dataclass
-class _Started:
-    """A measurement that has computed its tensors on the device and waits for their values."""
-
-    measurement: Measurement[Any]
-    tensors: Sequence[Tensor]
-
-
-@dataclass
-class _Row:
-    """The metrics of an update, and the measurements after it that wait for their values."""
-
-    step: int
-    numbers: dict[str, float | Tensor]
-    changes: list[Change]
-    is_checked: bool
-    has_batch: bool
-    measured: Mapping[str, _Started]
-
-
-class _Flight:
-    """One copy of values from the device, and the rows that it completes.
-
-    Without ranks, measurements of a late copy are completed by another thread: eigenvalues of small matrices take the
-    host longer than a step.
-    """
-
-    def __init__(self, rows: list[_Row], *, is_late: bool, workers: ThreadPoolExecutor | None) -> None:
-        self.rows, self.seconds = rows, dict[str, float]()
-        numbers = [value for row in rows for value in row.numbers.values() if isinstance(value, Tensor)]
-        tensors = [tensor for row in rows for each in row.measured.values() for tensor in each.tensors]
-        read = send_arrays([*numbers, *tensors], waits=not is_late)
-        is_long = workers is not None and bool(tensors)
-        self._work: Future[Any] | Callable[[], Any] = partial(self._complete, read)
-        if is_long and workers is not None:
-            self._work = workers.submit(self._work)
-
-    def results(self) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-        """Return the metrics of each row, and its measurements: values, or exceptions."""
-        return self._work.result() if isinstance(self._work, Future) else self._work()
-
-    def _complete(self, read: Callable[[], list[np.ndarray]]) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-        values = iter(read())
-        numbers = [
-            {name: next(values).item() if isinstance(of, Tensor) else float(of) for name, of in row.numbers.items()}
-            for row in self.rows
-        ]
-        return numbers, [self._of_row(row.measured, values) for row in self.rows]
-
-    def _of_row(self, measured: Mapping[str, _Started], values: Any) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for part, each in measured.items():
-            own, start = [next(values) for _ in each.tensors], time.thread_time()
-            try:
-                found[part] = finish(each.measurement, own)
-            except Exception as error:  # noqa: BLE001  (it is reported where the row is published)
-                found[part] = error
-            self.seconds[part] = time.thread_time() - start
-        return found
 
 
 class AttachedRecorder:
@@ -191,8 +128,8 @@ class AttachedRecorder:
             options.every, fixed=options.fixed, share=options.budget, device=self.device, costs=memory.costs
         )
         self._due, self._decided, self._forced, self._examined = set[str](), -1, set[str](), set[str]()
-        self._rows: list[_Row] = []
-        self._flights: list[_Flight] = []
+        self._rows: list[Row] = []
+        self._flights: list[Flight] = []
         self._workers: ThreadPoolExecutor | None = None
         #: Whether values are read later, as a host that waits for them would hold up an accelerator.
         self._is_late = self.device.type != "cpu" and not is_hosted
@@ -207,7 +144,7 @@ class AttachedRecorder:
         self._has_given_norm = False
         self._closure_loss: Any = None
         self._changes: list[Change] = []
-        self._measured: dict[str, _Started] = {}
+        self._measured: dict[str, Started] = {}
         self._was_finite = True
         self._is_ready = False
         self._sample = SampledUpdate(optimizer)
@@ -456,8 +393,10 @@ class AttachedRecorder:
                 ratio = self._guarded("sample", lambda collectors: self._sample.end())
                 self._noted |= {} if ratio is None else {"update_ratio": ratio}
             due = [part for part in collectors.after_update if self._is_due(part)]
-            is_skipped = was_skipped(optimizer)
-            self._noted["is_skipped"] = float(is_skipped)
+            found = overflow_of(optimizer)
+            # On an accelerator the host does not wait for it; what is measured of a skipped update shows no change.
+            is_skipped = not self._is_late and bool(found)
+            self._noted["is_skipped"] = found if self._is_late else float(is_skipped)
             if is_skipped:
                 kept = ("learning_rate", "is_skipped")
                 self._noted = {name: self._noted[name] for name in kept if name in self._noted}
@@ -530,9 +469,12 @@ class AttachedRecorder:
             self._close_row()
             self.step += 1
 
-    def _rate(self) -> float:
+    def _rate(self) -> float | Tensor:
         groups = () if self._optimizer is None else self._optimizer.param_groups
-        return max((float(group["lr"]) for group in groups if "lr" in group), default=math.nan)
+        rates = [group["lr"] for group in groups if "lr" in group]
+        if any(isinstance(rate, Tensor) and rate.device.type != "cpu" for rate in rates):
+            return torch.stack([torch.as_tensor(rate, device=self.device) for rate in rates]).amax()
+        return max(map(float, rates), default=math.nan)
 
     def _close_row(self) -> None:
         step, self._open_step = self._open_step, None
@@ -540,7 +482,7 @@ class AttachedRecorder:
             return
         examined, self._examined = self._examined, set()
         is_checked, has_batch = bool({"alarms", *self._every} & examined), "batch" in examined
-        self._rows.append(_Row(step, self._pending, self._changes, is_checked, has_batch, self._measured))
+        self._rows.append(Row(step, self._pending, self._changes, is_checked, has_batch, self._measured))
         self._pending, self._changes, self._measured = {}, [], {}
         if (self._is_late or is_shared()) and not (is_checked or len(self._rows) >= _MOST_ROWS or self.is_hosted):
             return
@@ -553,7 +495,7 @@ class AttachedRecorder:
         rows, self._rows = self._rows, []
         if self._is_late and not is_shared() and self._workers is None:
             self._workers = ThreadPoolExecutor(1, "workbench")
-        self._flights.append(_Flight(rows, is_late=self._is_late, workers=self._workers))
+        self._flights.append(Flight(rows, is_late=self._is_late, workers=self._workers))
 
     def _publish_waiting(self) -> None:
         """Publish all rows that are closed, without a message between ranks, which may not end together."""
@@ -579,7 +521,7 @@ class AttachedRecorder:
         if is_joint and n_unmade:
             self._write_unmade(is_agreed=True)
 
-    def _publish_row(self, row: _Row, found: dict[str, float]) -> None:
+    def _publish_row(self, row: Row, found: dict[str, float]) -> None:
         step, numbers = row.step, dict.fromkeys(NUMBERS, math.nan) | found
         if "loss" in found:
             self._spikes.update(numbers["loss"])
@@ -655,7 +597,7 @@ class AttachedRecorder:
         def act(collectors: Collectors) -> Any:
             if (measurement := start(collectors)) is None:
                 return None
-            return _Started(measurement, next(measurement)) if self._is_late else complete(measurement)
+            return Started(measurement, next(measurement)) if self._is_late else complete(measurement)
 
         value = self._guarded(part, act, is_joint=True)
         if value is not None:
@@ -664,10 +606,9 @@ class AttachedRecorder:
     def _publish_parts(self, step: int, found: Mapping[str, Any], *, is_joint: bool) -> None:
         """Publish the measurements of a step; those that failed are switched off."""
         measured = {}
-        for part, value in found.items():
-            if isinstance(value, Exception):
-                self._guarded(part, partial(_raise, value))
-            elif part != "probe" and self._collectors is not None:
+        for part, result in found.items():
+            value = self._guarded(part, partial(_of, result), is_joint=is_joint and self._is_late)
+            if value is not None:
                 measured[part] = plain(value)
         for part, values in (measured_by_all(measured) if is_joint and found else measured).items():
             if self._collectors is not None:
@@ -690,7 +631,7 @@ class AttachedRecorder:
             with self.batches.paused():
                 self._measure(self._collectors, parts, 0)
             if self._is_late:
-                flight = _Flight([_Row(0, {}, [], False, False, self._measured)], is_late=False, workers=None)
+                flight = Flight([Row(0, {}, [], False, False, self._measured)], is_late=False, workers=None)
                 self._publish_parts(0, flight.results()[1][0], is_joint=False)
 
     def _take_spectra(self) -> None:
@@ -761,8 +702,11 @@ class AttachedRecorder:
             self.event("attribution", step=observation.step, **found.as_event())
 
 
-def _raise(error: Exception, collectors: Collectors) -> None:
-    raise error
+def _of(result: Any, collectors: Collectors) -> Any:
+    """Return the result of a measurement that another thread may have completed, or raise its exception."""
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _plain_change(change: SettingsChange) -> Change:

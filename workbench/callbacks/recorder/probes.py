@@ -301,7 +301,8 @@ class ReductionCollector:
         if begun is None or self._projections is None:
             yield []
             return values
-        own = finish(begun[0], (yield begun[1]))
+        found = yield begun[1]
+        own = jointly(lambda: finish(begun[0], found))
         return self._compared(compare_gradients(self._projections.gathered(own)))
 
     def _compared(self, found: GradientAgreement) -> dict[str, float]:

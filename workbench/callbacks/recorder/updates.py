@@ -328,10 +328,10 @@ def _correction(group: dict, n_steps: float | None) -> float:
     return 1.0 if n_steps is None or betas is None or n_steps <= 0 else 1 - float(betas[1]) ** n_steps
 
 
-def was_skipped(optimizer: Any) -> bool:
-    """Return whether a fused optimizer just skipped its update because gradients overflowed in float16."""
+def overflow_of(optimizer: Any) -> float | Tensor:
+    """Return 1 if a fused optimizer just skipped its update because gradients overflowed in float16, else 0."""
     found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    return found.reshape(()).float() if isinstance(found, Tensor) else float(found or 0.0)
 
 
 def _unscaled(optimizer: JointOptimizer, gradient: Tensor) -> Tensor:
