@@ -155,7 +155,8 @@ class BlockCalls(TorchFunctionMode):
 
     def on_difference(self, block: BlockNotes, given: Arguments, result: Any) -> None:
         """Handle a difference, and store it in place of the maximum if that is subtracted from its scores."""
-        if self._maximum is not None and self._maximum[0] is given.args[0] and self._maximum[1] is given.args[-1]:
+        terms = given.get(0, "input"), given.get(1, "other")
+        if self._maximum is not None and all(x is y for x, y in zip(self._maximum, terms, strict=True)):
             self._maximum = self._maximum[0], result
 
     def on_packed_attention(self, block: BlockNotes, given: Arguments, result: Any) -> None:
