@@ -151,7 +151,7 @@ class AttachedRecorder:
         self._settings: SettingsWatch | None = None
         self._optimizer: JointOptimizer | None = optimizer
         self._has_updated = step > 0
-        self._check_requested = False
+        self._check_requested, self._checked = False, -1
         self._n_unmade = 0
         if parameters.are_coarse:
             issue_warning(
@@ -313,14 +313,17 @@ class AttachedRecorder:
     # Around the update
 
     def _decide(self) -> None:
-        """Decide which parts are measured after the coming update, once for each step."""
-        if self._decided == self.step:
-            return
-        collectors = self._collectors
-        is_on = (lambda part: True) if collectors is None else collectors.is_on
-        self._decided, self._forced = self.step, set()
-        self._due = self._budget.due(self.step, self.step - self._n_unmade, is_on)
-        self.batches.examines = "batch" in self._due
+        """Decide which parts are measured after the coming update."""
+        made = self.step - self._n_unmade
+        if self._decided != self.step:
+            collectors = self._collectors
+            is_on = (lambda part: True) if collectors is None else collectors.is_on
+            self._decided, self._due = self.step, self._budget.due(self.step, made, is_on)
+            self.batches.examines = "batch" in self._due
+        if self._check_requested:
+            self._check_requested, self._checked = False, made
+        is_checked = self._checked == made
+        self._forced = {part for part in _CHECKS if is_checked and self._every[part] is not None}
 
     def _begin_batch(self) -> None:
         """Start a batch: metrics logged from now on belong to the next update."""
@@ -331,8 +334,6 @@ class AttachedRecorder:
         if not is_shared():  # with several ranks, all of them write the row at the next update
             self._write_unmade()
         self._decide()
-        if self._check_requested:
-            self._check_requested, self._forced = False, {part for part in _CHECKS if self._every[part] is not None}
         if self._is_due("reduction"):
             self._guarded("reduction", lambda collectors: collectors.reduction.arm())
 
@@ -345,7 +346,8 @@ class AttachedRecorder:
             self._closure_loss = loss
             if self._open_step is not None:  # no batch has passed since the last update
                 self._close_row()
-            self._decide()
+            if self._decided != self.step:
+                self._decide()
             self.batches.begin_update()
             with self.batches.paused():
                 if not self._is_ready:

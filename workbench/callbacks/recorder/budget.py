@@ -109,7 +109,7 @@ class Budget:
         self.slowed: dict[str, int] = {}
         #: Parts that are measured block by block.
         self.in_turn: set[str] = set()
-        self._next: dict[str, int] = {}
+        self._next, self._latest = dict[str, int](), dict[str, int]()
         self._costs = {part: deque([cost], _N_COSTS) for part, cost in costs.items()}
         self._first: set[str] = set()  # parts whose cost is that of their first measurement
         self._total: dict[str, float] = {}
@@ -129,7 +129,7 @@ class Budget:
         return dict.fromkeys(OF_UPDATE, 1) | {part: n for part, n in self._every.items() if n is not None}
 
     def due(self, step: int, made: int, is_on: Callable[[str], bool]) -> set[str]:
-        """Return the parts that are measured after the update of a step; called once for each step.
+        """Return the parts that are measured after the update of a step.
 
         Args:
             step: Step of the update.
@@ -147,8 +147,10 @@ class Budget:
                 is_due = passes[0] in found and at >= self._next.setdefault(part, base)
             else:
                 is_due = at >= self._next.setdefault(part, -(-at // base) * base)
+            is_due |= at == self._latest.get(part)
             if is_due:
                 found.add(part)
+                self._latest[part] = at
                 self._next[part] = at - at % base + (base if part in passes[1:] else self.interval.get(part, base))
         return found
 
