@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -108,6 +109,22 @@ class StackedMoments:
             for leaf, state in zip(self._leaves, pair, strict=True)
             if layer in slopes and state.requires_grad
         ]
+
+
+def stacked(states: Mapping[int, tuple[Tensor, Tensor]], *, is_shared: bool) -> list[StackedMoments]:
+    """Return the moments of layers, together for those of one kind.
+
+    Those of layers without states, or whose states cannot be compared, are NaN, on all ranks.
+    """
+    kinds: dict[Any, dict[int, tuple[Tensor, Tensor]]] = {}
+    for i, (x, y) in states.items():
+        is_usable = x.shape == y.shape and x.is_floating_point() and y.is_floating_point()
+        # The number of states differs between ranks, which have to send the same messages.
+        kind = is_usable, x.shape[1:], x.dtype, y.dtype, x.device, y.device
+        if not (is_usable and len(x)):
+            x = y = torch.full((1, x.shape[-1]), math.nan, device=x.device)
+        kinds.setdefault(kind, {})[i] = x, y
+    return [StackedMoments(each, is_shared=is_shared) for each in kinds.values()]
 
 
 def orthonormalized(a: Tensor) -> Tensor:

@@ -240,9 +240,9 @@ class RepeatedPasses:
                 self._has_changed = True  # also if the pass fails
                 effects = stack.enter_context(undisturbed(self.model))
             else:
-                for context in (config_options(self._options), _without_fast_path(), torch.no_grad()):
+                kept = eval_mode(self.model), config_options(self._options), _without_fast_path()
+                for context in (as_written(), torch.no_grad(), *kept):
                     stack.enter_context(context)
-                stack.enter_context(eval_mode(self.model))
             yield
         if is_guarded:
             self._has_changed = effects.has_changed
@@ -281,8 +281,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _set_modes(modules: Iterable[nn.Module], *, is_training: bool) -> None:
     for module in modules:
-        if "training" in (own := vars(module)):  # as `nn.Module` sets it, without its search for parameters
-            own["training"] = is_training
+        if "training" in vars(module):  # as `nn.Module` sets it, without its search for parameters
+            vars(module)["training"] = is_training
         else:
             module.training = is_training
 

@@ -16,12 +16,11 @@ from torch import Tensor, distributed, nn
 from workbench.callbacks.kss.control import ControlValues, KSSControls
 from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalties
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
-from workbench.koopman.stacked import StackedMoments
+from workbench.koopman.stacked import StackedMoments, stacked
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import Batches, TokenSelection, count_examples, take_examples
 from workbench.models.calling import (
     acting_on_gradients,
-    as_written,
     bare,
     call_model,
     entrances,
@@ -116,7 +115,7 @@ class Shaper(Callback):
         self._copies: list[Tensor] = []
         #: Inputs, and the measurement before the update that has begun on them, with its tensors.
         self._begun: tuple[Any, Measurement[dict[int, LayerPenalty]], list[Tensor]] | None = None
-        self._is_kss_pass = self._is_shared = False
+        self._is_shared = False
         self._forget()
 
     def _forget(self) -> None:
@@ -263,7 +262,7 @@ class Shaper(Callback):
         self._update_size = state["update_size"]
 
     def _keep_inputs(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._is_kss_pass or not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()):  # as in the passes of KSS
             return
         # Lightning under DDP replaces `forward` by a function with other arguments than those of the model.
         if not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__"):
@@ -299,8 +298,7 @@ class Shaper(Callback):
                 "module that the training loop calls, and keep it in training mode."
             )
         act = self._hold_in_band if self.kss.options.coupling == "trust_region" else self._apply_penalty
-        with self._kss_pass():
-            act(bare(called), self._inputs[called], control)
+        act(bare(called), self._inputs[called], control)
         # Updated only here, because all passes of one step have to use the same examples.
         self._states_per_example = self._last_states_per_example
 
@@ -308,15 +306,6 @@ class Shaper(Callback):
     def _called(self) -> nn.Module | None:
         """The module that the loop has called; None if it has called none since the last update."""
         return next((module for module in self._entrances if module in self._inputs), None)
-
-    @contextmanager
-    def _kss_pass(self) -> Iterator[None]:
-        self._is_kss_pass = True
-        try:
-            with as_written():
-                yield
-        finally:
-            self._is_kss_pass = False
 
     @torch.enable_grad()  # SAM disables gradients in its steps
     def _apply_penalty(self, model: nn.Module, inputs: Any, control: ControlValues) -> None:
@@ -389,9 +378,8 @@ class Shaper(Callback):
             return
         inputs = self._inputs[called]
         if self._begun is None or self._begun[0] is not inputs:
-            with self._kss_pass():
-                begun = self._measurement(bare(called), inputs, control, has_spectra=not self._is_on_gain)
-                self._begun = inputs, begun, [*next(begun)]
+            begun = self._measurement(bare(called), inputs, control)
+            self._begun = inputs, begun, [*next(begun)]
 
     @contextmanager
     def around_pass(self) -> Iterator[None]:
@@ -415,7 +403,7 @@ class Shaper(Callback):
         """Undo the update if it moved a layer out of the band of the trust region."""
         region = self.kss.options.trust_region
         # The gain needs no eigenvalues. They are then only recorded, and therefore taken less often.
-        has_spectra = not self._is_on_gain or self.step % (SPECTRA_EVERY * control.interval) == 0
+        has_spectra = self.step % (SPECTRA_EVERY * control.interval) == 0
         begun = self._begun if self._begun is not None and self._begun[0] is inputs else None
         measurement = self._measurement(model, inputs, control, has_spectra=has_spectra)
         tensors = [*next(measurement)]
@@ -430,7 +418,7 @@ class Shaper(Callback):
             else:
                 updated = [p.clone() for p in self._parameters]
                 torch._foreach_copy_(self._parameters, self._copies)
-                found_before = complete(self._measurement(model, inputs, control, has_spectra=not self._is_on_gain))
+                found_before = complete(self._measurement(model, inputs, control))
             before = {i: getattr(layer, region.measure) for i, layer in found_before.items()}
             violated = region.violated(before, after)
             if updated is None and violated:
@@ -442,13 +430,11 @@ class Shaper(Callback):
         )
         self._update_size = region.next_size(self._update_size, control.strength, is_undone=bool(violated))
 
-    @property
-    def _is_on_gain(self) -> bool:
-        return self.kss.options.trust_region.measure == "energy_gain"
-
     def _measurement(
-        self, model: nn.Module, inputs: Any, control: ControlValues, *, has_spectra: bool
+        self, model: nn.Module, inputs: Any, control: ControlValues, *, has_spectra: bool = False
     ) -> Measurement[dict[int, LayerPenalty]]:
+        """Measure the chosen layers for a trust region, with spectra if it needs them or they are requested."""
+        has_spectra = has_spectra or self.kss.options.trust_region.measure == "spectral_radius"
         stacks = self._moments_of_layers(model, inputs, control)
         return layer_penalties(stacks, self.kss.options.penalty, gamma=control.gamma, has_spectra=has_spectra)
 
@@ -495,7 +481,7 @@ class Shaper(Callback):
         ):
             call_model(model, inputs)
         self._last_states_per_example = watcher.leading.numel() / count_examples(inputs, layout.inputs or 0)
-        return _stacked({i: states[i] for i in layers}, is_shared=self._is_shared)
+        return stacked({i: states[i] for i in layers}, is_shared=self._is_shared)
 
     def _gradients(self, of_states: Sequence[tuple[Tensor, Tensor]]) -> dict[nn.Parameter, Tensor] | None:
         """Return the gradient in the parameters of the optimizer, from that in states; None if it is not finite."""
@@ -534,23 +520,6 @@ class Shaper(Callback):
         for parameter, gradient in gradients.items():
             size = step if coupling == "projection" else float(rates[parameter])
             parameter.add_(gradient, alpha=-control.strength * size)
-
-
-def _stacked(states: Mapping[int, tuple[Tensor, Tensor]], *, is_shared: bool) -> list[StackedMoments]:
-    """Return the moments of layers, together for those of one kind.
-
-    Layers without states, or whose states cannot be compared, are NaN: the penalty then states the reason, on all
-    ranks.
-    """
-    kinds: dict[Any, dict[int, tuple[Tensor, Tensor]]] = {}
-    for i, (x, y) in states.items():
-        is_usable = x.shape == y.shape and x.is_floating_point() and y.is_floating_point()
-        # The number of states differs between ranks, which have to send the same messages.
-        kind = is_usable, x.shape[1:], x.dtype, y.dtype, x.device, y.device
-        if not (is_usable and len(x)):
-            x = y = torch.full((1, x.shape[-1]), math.nan, device=x.device)
-        kinds.setdefault(kind, {})[i] = x, y
-    return [StackedMoments(each, is_shared=is_shared) for each in kinds.values()]
 
 
 def _residual_blocks(model: nn.Module, inputs: Any) -> Anatomy:
