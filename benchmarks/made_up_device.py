@@ -34,8 +34,9 @@ KIND, DEVICE = "somewhere", "somewhere:0"
 PACKAGE = str(Path(wb.__file__).parent)
 #: Files that read on behalf of their callers.
 READERS = (readable_weights.__file__, str(Path(PACKAGE, "models", "probing.py")))
-#: Model of an H100: seconds of a launch, bytes per second, and operations per second by dtype, without TF32.
-LAUNCH, BANDWIDTH = 5e-6, 2.5e12
+#: Model of an H100: seconds of a launch, bytes per second of its memory and between it and the host, and operations per
+#: second by dtype, without TF32.
+LAUNCH, BANDWIDTH, LINK = 5e-6, 2.5e12, 2.5e10
 FLOPS = {torch.float64: 4.5e13, torch.float32: 4.5e13, torch.bfloat16: 5e14, torch.float16: 5e14}
 #: Tensors and entries of one launch of a fused operation on a list, by the number of lists that it reads or writes.
 _TENSORS, _ENTRIES = (110, 64, 48, 36, 30), 320 * 2**16
@@ -62,6 +63,7 @@ class Cost:
         n_bytes: Bytes that they read and write.
         seconds: Their predicted time on an H100: of each the longest of launch, memory and arithmetic.
         n_reads: Copies to the host, including single numbers.
+        n_sent: Bytes of these copies.
         waits: Number of waits of the host, by line of the package.
     """
 
@@ -69,12 +71,18 @@ class Cost:
     n_bytes: int = 0
     seconds: float = 0.0
     n_reads: int = 0
+    n_sent: int = 0
     waits: Counter[str] = field(default_factory=Counter)
 
     @property
     def n_waits(self) -> int:
         """Number of waits of the host."""
         return sum(self.waits.values())
+
+    def less(self, other: Cost) -> Cost:
+        """Return what is left without another cost."""
+        numbers = {name: value - vars(other)[name] for name, value in vars(self).items() if name != "waits"}
+        return Cost(**numbers, waits=self.waits - other.waits)
 
 
 class Costs(TorchDispatchMode):
@@ -100,10 +108,11 @@ class Costs(TorchDispatchMode):
         """Number of waits of all parts, by line of the package."""
         return sum((cost.waits for cost in self.of_part.values()), Counter())
 
-    def note_read(self, *, waits: bool = True) -> None:
+    def note_read(self, n_bytes: int = 0, *, waits: bool = True) -> None:
         """Count a copy to the host."""
         cost = self.of_part[self.part]
         cost.n_reads += 1
+        cost.n_sent += n_bytes
         if waits:
             cost.waits[_place()] += 1
 
@@ -117,11 +126,13 @@ class Costs(TorchDispatchMode):
         given, made = _here((args, kwargs)), _here(out)
         if func.is_view or packet in _FREE or not (given or made):
             return out
+        n_linked = 0
         if packet in (_ATEN._to_copy, _ATEN.copy_):
             source, target = (args[1], args[0]) if packet is _ATEN.copy_ else (args[0], out)
             is_quick = bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+            n_linked = _n_bytes(target) if source.device.type != target.device.type else 0
             if source.device.type == KIND and target.device.type == "cpu":
-                self.note_read(waits=not (is_quick or self.are_late))
+                self.note_read(n_linked, waits=not (is_quick or self.are_late))
             elif source.device.type == "cpu" and not is_quick:
                 self.of_part[self.part].waits[_place()] += 1
         cost, name, n_launches = self.of_part[self.part], packet.__name__, 1
@@ -140,7 +151,7 @@ class Costs(TorchDispatchMode):
         speed = FLOPS.get((made or given)[0].dtype, FLOPS[torch.float32])
         cost.n_launches += n_launches
         cost.n_bytes += n_bytes
-        cost.seconds += max(n_launches * LAUNCH, n_bytes / BANDWIDTH, n_flops / speed)
+        cost.seconds += max(n_launches * LAUNCH, n_bytes / BANDWIDTH, n_linked / LINK, n_flops / speed)
         return out
 
     def _by_values(self, packet: Any, args: Any) -> torch.Tensor | bool | None:

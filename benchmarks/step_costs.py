@@ -26,15 +26,15 @@ import workbench as wb
 from benchmarks.accelerator import random_model
 from benchmarks.gpu_watching import LanguageModel
 from benchmarks.host_reads import ROOT
-from benchmarks.made_up_device import BANDWIDTH, COSTS, DEVICE, LAUNCH, Cost, labelled, make_up, move
+from benchmarks.made_up_device import BANDWIDTH, COSTS, DEVICE, LAUNCH, LINK, Cost, labelled, make_up, move
 from benchmarks.report import FOLDER, table
 from workbench.callbacks.kss import Shaper
-from workbench.callbacks.recorder import attached
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.budget import Budget
 from workbench.callbacks.recorder.options import CADENCE
 from workbench.io.atomic import replacing
 from workbench.io.provenance import versions
+from workbench.models import readable_weights
 from workbench.probes.gradient_projections import GradientProjections
 
 #: Share of the training time that observation may take by default.
@@ -47,8 +47,10 @@ AT_EVERY_UPDATE = {
     "settings": "settings",
     "row": "rows and hooks",
 }
-#: Parts with a cadence; the pass over the probe serves attention and activations.
+#: Parts with a cadence; the pass over the probe serves attention and activations, and most values that are copied are
+#: those of attention.
 BY_CADENCE = {
+    "copy": "attention",
     "probe": "attention",
     **{part: part for part in CADENCE if part not in ("curvature", "spectra", "router")},
 }
@@ -58,21 +60,22 @@ SHAPING = {"KSS, recommended": wb.KSS.recommended(interval=1), "KSS, published":
 
 #: Columns of a table.
 COLUMNS = (
-    "part", "launches", "GB", "copies to the host", "waits", "H100", "usual cadence, updates", "share of a step",
+    "part", "launches", "GB", "copies to the host", "MB", "waits", "H100", "usual cadence, updates", "share of a step",
     f"cadence for {BUDGET:.0%}, updates", "share of a step",
 )  # fmt: skip
 #: Largest number of launches of a part, apart from blocks and for each block, and of its waits.
 LIMITS = {
-    "batch": (95, 0, 0),
+    "batch": (80, 0, 0),
     "monitors": (4, 0, 0),
     "sample": (17, 1, 0),
-    "row": (19, 2, 0),
+    "row": (14, 0, 0),
+    "copy": (4, 2, 0),
     "probe": (68, 42, 0),
     "attention": (17, 8, 0),
     "optimizer": (57, 57, 0),
     "activations": (0, 0, 0),
-    "precision": (0, 274, 0),
-    "reduction": (34, 11, 0),
+    "precision": (0, 272, 0),
+    "reduction": (53, 8, 0),
     "update": (37, 94, 0),
     "KSS, recommended": (20, 30, 5),
     "KSS, published": (20, 30, 5),
@@ -130,7 +133,7 @@ class AtOnce(Executor):
 @contextmanager
 def by_part(shaping: str = "") -> Iterator[None]:
     """Context in which costs are those of the parts of a recorder, or of KSS under a name."""
-    timed, guarded, send = Budget.timed, AttachedRecorder._guarded, attached.send_arrays
+    timed, guarded, send = Budget.timed, AttachedRecorder._guarded, readable_weights.send_arrays
 
     @contextmanager
     def counted_timer(budget: Budget, part: str) -> Iterator[None]:
@@ -158,8 +161,8 @@ def by_part(shaping: str = "") -> Iterator[None]:
     changes: dict[tuple[Any, str], Any] = {
         (Budget, "timed"): counted_timer,
         (AttachedRecorder, "_guarded"): counted_part,
-        (attached, "send_arrays"): counted_copy,
-        (attached, "ThreadPoolExecutor"): AtOnce,
+        **{(module, "send_arrays"): counted_copy for module in _with_name("send_arrays")},
+        **{(module, "ThreadPoolExecutor"): AtOnce for module in _with_name("ThreadPoolExecutor")},
         (GradientProjections, "_see"): counted_as("reduction", GradientProjections._see),
         (Shaper, "_act"): counted_as(shaping, Shaper._act),
         (Shaper, "_begin_update"): counted_as(shaping, Shaper._begin_update),
@@ -174,6 +177,11 @@ def by_part(shaping: str = "") -> Iterator[None]:
             setattr(owner, name, original)
 
 
+def _with_name(name: str) -> list[Any]:
+    """Return the modules of the package that have a name, as its own or imported."""
+    return [m for path, m in [*sys.modules.items()] if path.startswith("workbench.") and name in vars(m)]
+
+
 def counted(shape: Shape) -> dict[str, dict[str, Any]]:
     """Return the cost of each part in a step in which all are measured; for a process of its own.
 
@@ -184,7 +192,7 @@ def counted(shape: Shape) -> dict[str, dict[str, Any]]:
     inner = random_model(config | {"max_length": shape.batch[1]}, torch.device("cpu"), getattr(torch, shape.dtype))
     model, tokens = LanguageModel(inner), torch.randint(0, shape.vocab_size, shape.batch)
     few = tokens[:2, :16]
-    recorder = wb.Recorder(every=dict.fromkeys(BY_CADENCE.keys() - {"probe"}, 1), budget=None)
+    recorder = wb.Recorder(every=dict.fromkeys(BY_CADENCE.keys() - {"probe", "copy"}, 1), budget=None)
     recorder.prepare(model, {"input_ids": few, "labels": few})  # the structure of a model is read from its values
     shapers = {name: Shaper(kss) for name, kss in SHAPING.items()}
     for shaper in shapers.values():
@@ -197,7 +205,7 @@ def counted(shape: Shape) -> dict[str, dict[str, Any]]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
         def steps() -> dict[str, Cost]:
-            for _ in range(3):  # the first one reads the model and allocates buffers
+            for _ in range(2):  # the first one reads the model and allocates buffers
                 COSTS.begin()
                 model(inputs, inputs)["loss"].backward()
                 optimizer.step()
@@ -209,6 +217,11 @@ def counted(shape: Shape) -> dict[str, dict[str, Any]]:
         with COSTS:
             with by_part(), recorder.attach(model, optimizer):
                 found = steps()
+            of_update = wb.Recorder(every=None, budget=None)
+            of_update._reading = recorder._reading
+            with by_part(), of_update.attach(model, optimizer):
+                row = steps()["row"]
+            found["copy"], found["row"] = found["row"].less(row), row
             for name, shaper in shapers.items():
                 with by_part(name), shaper.attach(model, optimizer):
                     found |= {name: steps()[name]}
@@ -228,7 +241,12 @@ def count(shapes: Sequence[Shape]) -> list[dict[str, Cost]]:
 def cadences(shape: Shape, costs: Mapping[str, Cost]) -> tuple[dict[str, int], bool]:
     """Return the updates between two measurements of each part in the budget, and whether precision goes by blocks."""
     seconds = {part: cost.seconds for part, cost in costs.items() if part and part not in SHAPING}
-    for part, of in (("probe", "attention"), ("monitors", "batch"), ("sample", "batch")):  # these are measured together
+    for part, of in (
+        ("probe", "attention"),
+        ("copy", "attention"),
+        ("monitors", "batch"),
+        ("sample", "batch"),
+    ):  # these are measured together
         seconds[of] = seconds.get(of, 0.0) + seconds.pop(part, 0.0)
     known = seconds | {"step": shape.milliseconds / 1e3}
     budget = Budget(CADENCE, fixed=(), share=BUDGET, device=torch.device("cpu"), costs=seconds)
@@ -236,7 +254,13 @@ def cadences(shape: Shape, costs: Mapping[str, Cost]) -> tuple[dict[str, int], b
     if "precision" in budget.in_turn:  # from now on one block at a time
         budget.plan(known | {"precision": seconds["precision"] / shape.n_layers})
     every = dict(budget.interval)
-    every |= {"row": 1, "probe": every["attention"], "monitors": every["batch"], "sample": every["batch"]}
+    every |= {
+        "row": 1,
+        "probe": every["attention"],
+        "copy": every["attention"],
+        "monitors": every["batch"],
+        "sample": every["batch"],
+    }
     return every, "precision" in budget.in_turn
 
 
@@ -244,7 +268,7 @@ def section(name: str, shape: Shape, costs: Mapping[str, Cost]) -> list[str]:
     """Return the lines on one shape: a table of all parts, and their sum."""
     step, (every, is_in_turn) = shape.milliseconds / 1e3, cadences(shape, costs)
     usual = dict.fromkeys(AT_EVERY_UPDATE, 1) | {part: CADENCE[of] or 1 for part, of in BY_CADENCE.items()}
-    names = AT_EVERY_UPDATE | {part: part for part in BY_CADENCE} | {"probe": "pass over the probe, for both"}
+    names = AT_EVERY_UPDATE | {"probe": "pass over the probe", "copy": "copy of the values of all parts"}
     lines, sums = [], [0.0, 0.0]
     for part in [*usual, *SHAPING]:
         if (cost := costs.get(part)) is None:
@@ -254,6 +278,7 @@ def section(name: str, shape: Shape, costs: Mapping[str, Cost]) -> list[str]:
             f"{cost.n_launches:,}",
             f"{cost.n_bytes / 1e9:.3g}",
             str(cost.n_reads),
+            f"{cost.n_sent / 1e6:.3g}",
             str(cost.n_waits),
             f"{1e3 * cost.seconds:.3g} ms",
         ]
@@ -294,8 +319,9 @@ def main(arguments: list[str] | None = None) -> None:
     about = (
         "What a recorder asks of a GPU in a step in which it measures every part, counted on a device whose tensors "
         "have no values, and its predicted time on an H100: of each operation the longest of a launch "
-        f"({1e6 * LAUNCH:.0f} us), its memory at {BANDWIDTH / 1e12:.1f} TB/s and its arithmetic. The time of Python "
-        "beyond the launches is not included, nor is work on the host: eigenvalues of small matrices, alarms, the "
+        f"({1e6 * LAUNCH:.0f} us), its memory at {BANDWIDTH / 1e12:.1f} TB/s, copies at {LINK / 1e9:.0f} GB/s, and its "
+        "arithmetic. The time of Python beyond the launches is not included, nor is work on the host: eigenvalues of "
+        "small matrices, alarms, the "
         "store. GB are those read and written on the device. The model returns its loss, is trained with AdamW, and "
         "passes one batch per update; steps take the time measured in `gpu.md`, those of 32k tokens 16 times that of "
         f"2k. The last two columns are the cadences that `wb.watch` chooses for these costs within its budget of "
