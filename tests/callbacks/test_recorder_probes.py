@@ -14,6 +14,7 @@ import workbench as wb
 from tests.callbacks.test_recorder import adam, dense, gpt2_with_dropout, loss_of, moe, of_part, recorder_with, task  # noqa: F401
 from tests.launches import launched
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
+from workbench.callbacks.recorder.options import CADENCE
 from workbench.callbacks.recorder.probes import QueryKeyWindow, ReductionCollector
 from workbench.io.run_output import RecordingWarning
 from workbench.models.readable_weights import complete
@@ -357,22 +358,17 @@ def window_of(model, tokens):
     return QueryKeyWindow(wb.query_key_weights(model, tokens), SimpleNamespace(as_model=model), 2.0)
 
 
-def test_query_keys_are_measured_layer_by_layer_without_waiting(task):  # noqa: F811
-    model, tokens = dense(), task.batch(0)[0]
-    windows = [window_of(model, tokens) for _ in range(2)]
-    windows[0].begin()
-    windows[1].begin([1])
+def test_query_keys_are_measured_without_waiting(task):  # noqa: F811
+    model = dense()
+    window = window_of(model, task.batch(0)[0])
+    window.begin()
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=1e-3)
-    (launches, (whole, _)), (fewer, (one, broken)) = (launched(window.measure(2)) for window in windows)
+    launches, (values, broken) = launched(window.measure(2, is_full=True))
     assert (launches.waits, broken) == ({}, {})
-    assert fewer.n_operations < launches.n_operations
-    for name, values in one.items():
-        assert np.isnan(values[0]).all()
-        np.testing.assert_allclose(values[1], whole[name][1], rtol=1e-12)
-    assert (whole["effective_rank"] > 1).all()
-    unchanged, _ = complete(windows[0].measure(2))  # the base point has moved
+    assert (values["effective_rank"] > 1).all()
+    unchanged, _ = complete(window.measure(2, is_full=True))  # the base point has moved
     assert (unchanged["frobenius_norm"][..., :4] == 0).all()
     assert np.isnan(unchanged["effective_rank"][..., :4]).all()
 
@@ -383,7 +379,36 @@ def test_query_keys_that_are_not_finite_are_named(task):  # noqa: F811
     window.begin()
     with torch.no_grad():
         model.blocks[1].attention.query.weight[0, 0] = torch.inf
-    values, broken = complete(window.measure(2))
+    values, broken = complete(window.measure(2, is_full=True))
     assert broken == {1: "query and key weights"}
     assert np.isnan(values["frobenius_norm"][1, 0]).all()
     assert np.isfinite(values["frobenius_norm"][0]).all()
+
+
+def test_layers_of_a_large_model_take_turns_and_their_spectra_follow_together(task, monkeypatch):  # noqa: F811
+    """Each row with spectra has those of every layer, over the window in which the layer had its turn."""
+    found = {}
+    for n_entries in (1 << 21, 1):
+        monkeypatch.setattr("workbench.callbacks.recorder.probes._ENTRIES_OF_GRAMS", n_entries)
+        recorder, rows = wb.Recorder(every=dict.fromkeys(CADENCE) | {"attention": 10}), {}
+        recorder.observe(lambda seen, rows=rows: rows.setdefault(seen.part, {}).update({seen.step: seen.values}))
+        model = dense()
+        optimizer = adam(model)
+        with recorder.attach(model, optimizer):
+            for i in range(40):
+                optimizer.zero_grad()
+                loss_of(model, task.batch(i)).backward()
+                optimizer.step()
+        found[n_entries] = rows["attention"]
+    whole, in_turn = found.values()
+    n_layers = len(whole[9]["effective_rank"])
+    assert [*in_turn] == [9, 19, 29, 39]
+    assert n_layers == 2
+    for step, values in in_turn.items():
+        np.testing.assert_array_equal(values["attention_entropy"], whole[step]["attention_entropy"])
+        if step in (9, 29):
+            assert np.isnan(values["effective_rank"]).all()
+            continue
+        for layer, measured_at in enumerate((step - 10, step)):
+            for name in ("effective_rank", "frobenius_norm"):
+                np.testing.assert_array_equal(values[name][layer], whole[measured_at][name][layer])

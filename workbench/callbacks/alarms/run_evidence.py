@@ -270,17 +270,13 @@ class RunEvidence:
         groups = self._groups.setdefault(observation.part, [])
         known = {name for group in groups for name in group.names}
         new = [each for each in found if each.watched.name not in known]
-        # The loss may be examined more often than the batch.
-        for together in (
-            [e for e in new if e.watched.variable == "loss"],
-            [e for e in new if e.watched.variable != "loss"],
-        ):
-            if together:
+        for is_apart in (True, False):  # what may be measured more or less often than the rest of its part
+            if together := [each for each in new if each.watched.is_apart is is_apart]:
                 groups.append(_Group(together))
         measured = {each.watched.name for each in found}
         readings = []
         for group in groups:
-            if observation.part == "monitors" and not measured & group.names:
+            if not measured & group.names:
                 continue
             group.update(observation.step, found, math.log(self._rate) if self._rate > 0 else 0.0)
             readings += [self._with_rate(group.reading(name, observation.step)) for name in group._places]

@@ -62,6 +62,11 @@ class Watched:
         """Variable and term, such as ``"effective_rank D2"``."""
         return f"{self.variable} {self.term}".strip()
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether it may be measured at other updates than the rest of its part: the loss, and changes of weights."""
+        return self.variable == "loss" or (self.part == "attention" and self.variable in _OVER_A_WINDOW)
+
     def badness(self, values: np.ndarray) -> np.ndarray:
         """Return values on a scale on which equal differences are equally bad and larger values are worse.
 

@@ -72,7 +72,7 @@ _WORDS = {
 _COUNTED = {"monitors": "batch", "sample": "batch"}
 #: Most rows that wait for one copy from the device or one message between ranks, and number of rows after which a copy
 #: is read: it is complete by then unless the device is far behind.
-_MOST_ROWS, _LAG = 10, 4
+_MOST_ROWS, _LAG = 10, 8
 #: Number of updates between two copies of the state of the recorder in its store.
 _STATE_EVERY = 200
 #: Recorders that record, which end with the interpreter.

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
 from workbench.callbacks.recorder.options import jointly, of_each_rank, on_ranks
 from workbench.callbacks.recorder.probes import (
-    SPECTRA_OF_HEADS,
     TERMS,
     Around,
     ProbeCollector,
@@ -297,7 +296,7 @@ class Collectors:
 
     def set_window(self, n_done: int, *, opens: bool, is_measured: bool) -> None:
         """Begin to compare queries and keys with their weights after some updates, or release the weights compared."""
-        if opens and not is_measured:
+        if opens and (not is_measured or self.query_keys.is_in_turn):
             self.query_keys.begin()
         elif is_measured and not opens:
             self.query_keys.release()
@@ -306,9 +305,8 @@ class Collectors:
 
     def attention(self, step: int, probed: Mapping[str, Any]) -> Measurement[dict[str, np.ndarray]]:
         """Return the spectra of query-key updates, and attention on the probe."""
-        # Values over fewer updates are not comparable.
         is_full = step + 1 - self._window_begins == self.options.every["attention"]
-        values, broken = yield from self.query_keys.measure(self.n_heads)
+        values, broken = yield from self.query_keys.measure(self.n_heads, is_full=is_full)
         of_probe = probed.get("attention", {})
         for name in ("attention_logit_max", "attention_entropy", "attention_entropy_share"):
             values[name] = np.full((len(self.names), self.n_heads), np.nan)
@@ -316,9 +314,6 @@ class Collectors:
                 values[name][:, : of_probe[name].shape[1]] = of_probe[name]
         is_lost = (self._had_attention & np.isnan(values["attention_entropy"])).any(1) if of_probe else []
         self._report_broken(step, {int(layer): "attention scores" for layer in np.flatnonzero(is_lost)} | broken)
-        if not is_full:
-            for name in SPECTRA_OF_HEADS:
-                values[name][:] = np.nan
         return values
 
     def router(self, step: int, probed: Mapping[str, Any]) -> Measurement[dict[str, np.ndarray]]:

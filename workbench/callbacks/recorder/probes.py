@@ -140,13 +140,16 @@ TERMS = ("D2", "D3", "dWq", "dWk", "W")
 SPECTRA_OF_HEADS = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy")
 #: Query weight entries that are compared in one call; float64 copies have about four times as many.
 _ENTRIES_AT_A_TIME = 1 << 23
+#: Entries of the Gram matrices that are computed and copied at a time; their eigenvalues take the host some 0.2 s.
+_ENTRIES_OF_GRAMS = 1 << 21
 
 
 class QueryKeyWindow:
     """Changes of query and key weights since the last measurement.
 
     Layers of equal shape are processed in one call. Only the weights of queries and keys are stored, in at least
-    float32.
+    float32. In a large model some layers are measured at a time; when all have had their turn, their values follow
+    together, each over its own window.
     """
 
     def __init__(
@@ -157,13 +160,28 @@ class QueryKeyWindow:
         self._readings = [reading for reading in readings if isinstance(reading, QueryKey)]
         self.n_heads = max((reading.query.shape[0] for reading in self._readings), default=0)
         self._base: list[_Weights] = []
-
-    def begin(self, layers: Collection[int] | None = None) -> None:
-        """Take the current weights of some layers as the base point (None for all); only these are measured."""
-        groups: dict[tuple, list[QueryKey]] = {}
+        self._turns: list[list[QueryKey]] = []
+        n_entries = math.inf
         for reading in self._readings:
-            if layers is None or reading.layer in layers:
-                groups.setdefault((reading.query.shape, reading.key.shape), []).append(reading)
+            own = 4 * reading.query.shape[0] * reading.query.shape[-1] ** 2  # of the Gram matrices of its heads
+            if n_entries + own > _ENTRIES_OF_GRAMS:
+                self._turns.append([])
+                n_entries = 0
+            self._turns[-1].append(reading)
+            n_entries += own
+        self._n_measured = 0
+        self._round: dict[str, np.ndarray] = {}
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether not all layers are measured together."""
+        return len(self._turns) > 1
+
+    def begin(self) -> None:
+        """Take the current weights of the layers whose turn it is as the base point."""
+        groups: dict[tuple, list[QueryKey]] = {}
+        for reading in self._turns[self._n_measured % len(self._turns)] if self._turns else ():
+            groups.setdefault((reading.query.shape, reading.key.shape), []).append(reading)
         self._base = [
             self._read(group[start : start + n])
             for group in groups.values()
@@ -175,12 +193,19 @@ class QueryKeyWindow:
         """Release the weights of the base point."""
         self._base = []
 
-    def measure(self, n_heads: int) -> Measurement[tuple[dict[str, np.ndarray], dict[int, str]]]:
+    def measure(self, n_heads: int, *, is_full: bool) -> Measurement[tuple[dict[str, np.ndarray], dict[int, str]]]:
         """Measure the changes since the base point; the current weights become the next base point.
 
+        Args:
+            n_heads: Heads of a row.
+            is_full: Whether the window has its length; values over fewer updates are not comparable, and are NaN.
+
         Returns:
-            For each variable an array (layer, head, term), and a description of layers with values that are not finite.
+            For each variable an array (layer, head, term), NaN unless all layers have had their turn; and a description
+            of layers with values that are not finite.
         """
+        self._n_measured += 1
+        is_complete = not self._turns or self._n_measured % len(self._turns) == 0
         parts = [
             ([reading.layer for reading in base.group], base.query.shape[-2], widened(base.query[:0]).dtype)
             for base in self._base
@@ -198,8 +223,13 @@ class QueryKeyWindow:
                 for name, value in zip(
                     SPECTRA_OF_HEADS, (frobenius_norm(s), stable_rank(s), entropy.exp(), entropy), strict=True
                 ):
-                    values[name][layers, : gram_q.shape[1], term] = value
-        return values, broken
+                    values[name][layers, : gram_q.shape[1], term] = value if is_full else math.nan
+        if not self.is_in_turn:
+            return values, broken
+        for name, earlier in self._round.items():
+            values[name] = np.where(np.isnan(values[name]), earlier, values[name])
+        self._round = {} if is_complete else values
+        return values if is_complete else {name: np.full(shape, np.nan) for name in values}, broken
 
     def _changes(self) -> list[Tensor]:
         """Return Gram matrices and largest weights of each part; apart from them, no copy is kept on the device."""
