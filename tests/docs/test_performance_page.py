@@ -49,6 +49,9 @@ def costs():
     ratio, low, high = re.findall(r"\d\.\d+", sweep)
     loops = [line.strip("|").split("|") for line in report("foreign").splitlines() if " ms | **" in line]
     mean, middle = ([number(cells[i]) for cells in loops] for i in (2, 3))
+    asked = re.findall(r"of a step of ([\d,]+) ms, and \*\*([\d.]+)%", report("step_costs"))
+    (small, large, long) = [f"{share} % of {'a step of ' * (i == 0)}{ms} ms" for i, (ms, share) in enumerate(asked)]
+    assert report("step_costs").count("all are measured: 1 and 0.") == len(asked)  # copies and waits
     paper = published[1].split(" %")[0].replace("-", " to ")
     band = f"{number(region)} to {number(outside)} %"
     assert "32 x 256" in report("monitors")
@@ -60,6 +63,7 @@ def costs():
         f"(median), one that writes a block of 200 steps for {number(wait.split(':')[1]):.0f} ms",
         f"{min(mean):.0f} to {max(mean):.0f} % of the time of a step (mean), {min(middle):.0f} to {max(middle):.0f} % "
         "(median)",
+        f"predicted {small} (d = 512, L = 8), {large} and {long} (1.3B)",
         f"{monitors} % of the time; {spectra} % with spectra of 2,048 states every 50 steps",
         f"{number(region)} % of the time outside of KSS while every block is inside the band, {number(outside)} %",
         f"KSS as published | {number(published[2])} % (published: {paper} %)",
@@ -125,7 +129,7 @@ def test_every_number_is_that_of_a_report():
         "width 768 from 2,048 states", "d = 512, L = 8, batches of 32 x 256 tokens", "d = 128, L = 4",
         "batches of 8 x 64 tokens", "updates 50 to 200",
         "d = 256, L = 6, batches of 32 x 256 tokens", "2,048 states; memory", "rank 64", "Beyond 1e10",
-        "On one H100", "Moments of 16,384 states", "every 10 steps", "1.3 billion parameters",
+        "On one H100", "of an H100", "Moments of 16,384 states", "every 10 steps", "1.3 billion parameters",
     )  # fmt: skip
     for setting, name in (
         ("d = 512, L = 8", "monitors"),
