@@ -323,7 +323,8 @@ def defaults(device: torch.device, small: bool, *, is_compiled: bool = False) ->
             "equal losses", "graph breaks", "cost by part",
         ),
         [
-            Measurement(name, partial(measure, name, 2 if small else left), 10, 150 if is_compiled else left + 20)
+            # Reading a large model takes longer than measuring it.
+            Measurement(name, partial(measure, name, 2 if small else left), 10, 150 if is_compiled else 4 * left)
             for name, left in seconds.items()
         ],
     )  # fmt: skip
