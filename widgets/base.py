@@ -158,10 +158,7 @@ class WorkbenchWidget(ipywidgets.VBox):
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Schedule a redraw of the static picture once nothing has changed for a moment; callable from any thread.
-
-        The buttons of files that cannot be written at present are disabled at once.
-        """
+        """Schedule a redraw of the static picture once nothing has changed for a moment; callable from any thread."""
         self.export_bar.offer(self.refused_kinds)
         self._picture.settle()
 
@@ -172,10 +169,7 @@ class WorkbenchWidget(ipywidgets.VBox):
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
-        """Hold the lock while the block runs; show its exception under the widget, or clear the line if there is none.
-
-        A control may change another one, whose callbacks then run inside the block; their errors stay on the line.
-        """
+        """Hold the lock while the block runs; show its exception under the widget, or clear the line."""
         with self.turn:
             is_inner, self._is_inside = self._is_inside, True
             self._has_failed = is_inner and self._has_failed
@@ -309,10 +303,7 @@ def known(value: T | None, sentence: str = "There is nothing to show yet.", *, n
 
 
 def export_runs(runs: Mapping[str, xr.DataTree], path: Path, *, overwrite: bool = False) -> Path:
-    """Write several runs to one netCDF file, with one group per run and one subgroup per part of the run.
-
-    ``wb.open_run(path)[name]`` returns a run. A slash in a name would add another group, and is replaced by "|".
-    """
+    """Write several runs to one netCDF file, one group per run; ``wb.open_run(path)[name]`` returns a run."""
     import xarray as xr
 
     groups = {name.replace("/", "|"): run for name, run in runs.items()}

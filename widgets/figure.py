@@ -187,10 +187,7 @@ _SHOWN: dict[str, str | None] = {"height": None, "overflow": "auto hidden", "vis
 
 
 class Stage(ipywidgets.VBox):
-    """A container that shows one of several widgets (``shown``), and switches once the next one has been drawn.
-
-    Each widget has a slot with a fixed place, because the page redraws all children that follow a removed one.
-    """
+    """Shows one of several widgets (``shown``), each in a fixed place; switches once the next one has been drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,10 +198,7 @@ class Stage(ipywidgets.VBox):
     def put(
         self, widget: ipywidgets.Widget, canvas: Figure | None = None, *, replaces: ipywidgets.Widget | None = None
     ) -> None:
-        """Show a widget: immediately if it is drawn or has no figure, or if no page shows the current one.
-
-        ``canvas`` is the figure in it, or the widget itself. A widget that it replaces is closed, any other hidden.
-        """
+        """Show a widget, at once if nobody would see it drawn; one that it replaces is closed, any other hidden."""
         before, self.shown, self._canvas = self._canvas, widget, canvas
         self._slot_of(widget)
         if canvas is None or canvas.is_drawn or before is None or not before.is_drawn:

@@ -105,10 +105,7 @@ def _item(root: LayoutDOM) -> dict[str, Any]:
 def saved_page(
     title: str, views: Sequence[SavedView], *, steps: Sequence[int], step: int, n_layers: int, layers: tuple[int, int]
 ) -> str:
-    """Return an HTML page of several figures, each with one recorded state per step, with one set of controls.
-
-    ``step`` is the step, and ``layers`` the first and last of the ``n_layers`` layers, that are shown first.
-    """
+    """Return an HTML page of several figures, each with one recorded state per step, with one set of controls."""
     content = {
         "views": [view.content() for view in views],
         "steps": [int(step) for step in steps],

@@ -37,10 +37,7 @@ _CSS = """<style class="workbench-static">
 
 
 class Presence(anywidget.AnyWidget):
-    """An invisible part of a live view that marks the view as working once the kernel has answered.
-
-    It also adds accessible names to controls that have none.
-    """
+    """An invisible part of a live view that marks it as working once the kernel answers, and names its controls."""
 
     _esm = Path(__file__).with_name("presence.js")
     _css = Path(__file__).with_name("presence.css")

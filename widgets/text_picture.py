@@ -32,10 +32,7 @@ def text_picture(
     table: Sequence[Sequence[str]] | None = None,
     image: bytes | None = None,
 ) -> bytes:
-    """Draw a title, paragraphs, a table and a PNG from top to bottom; text is wrapped and never cut off.
-
-    The first row of the table is its header; an image that is too wide is scaled down.
-    """
+    """Draw a title, paragraphs, a table (first row the header) and a PNG from top to bottom; text is wrapped."""
     paper = _Paper()
     paper.write(title, _TITLE)
     for paragraph in paragraphs:

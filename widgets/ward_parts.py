@@ -30,10 +30,7 @@ NOTHING = "nothing"
 
 
 class AnswerTable(anywidget.AnyWidget):
-    """A table with a checkbox for each cause and a radio button for each change.
-
-    "Nothing wrong" excludes all other causes and every change. The cure is the cause whose change is chosen, or empty.
-    """
+    """A checkbox for each cause and a radio button for each change; "Nothing wrong" excludes everything else."""
 
     _esm = Path(__file__).with_name("answer_table.js")
     _css = Path(__file__).with_name("answer_table.css")

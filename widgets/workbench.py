@@ -434,10 +434,7 @@ class SourceCatalogue:
         self._opened: list[Source] = []
 
     def update(self, found: FoundSources) -> None:
-        """Replace the sources of the folder.
-
-        After an incomplete search, earlier ones that still exist are kept, so that none disappears by chance.
-        """
+        """Replace the sources of the folder; after an incomplete search, earlier ones that still exist are kept."""
         sources = {source.name: source for source in (*self._opened, *shipped())}
         paths = {source.path for source in self._opened}
         in_folder = {source.path: source for source in found.sources if source.path not in paths}

@@ -179,10 +179,7 @@ _STYLE = "line-height:1.5;white-space:normal;color:var(--jp-ui-font-color1,#222)
 
 
 class MeasuringProgress:
-    """Progress of a job that consists of parts, told as HTML in the thread that calls `tell`.
-
-    ``shares`` has the typical duration of the parts, in order and any unit; without it the remaining time is unknown.
-    """
+    """Progress of a job of parts, whose typical durations are ``shares``, told as HTML in the thread of `tell`."""
 
     def __init__(self, title: str, on_change: Callable[[str], None], shares: Mapping[str, float] | None = None) -> None:
         self.title = title
@@ -193,10 +190,7 @@ class MeasuringProgress:
         self._step, self._fraction = "", 0.0
 
     def tell(self, words: str) -> None:
-        """Report the current part as ``"part"`` or ``"part: step"``; a new part completes the previous one.
-
-        A count in the text, such as "12 of 400 updates", sets the completed fraction of the part.
-        """
+        """Report the current part as ``"part"`` or ``"part: step"``, such as "trial: 12 of 400 updates"."""
         part, _, self._step = words.partition(": ")
         is_new = not self._parts or part != self._parts[-1][0]
         if is_new:

@@ -31,11 +31,7 @@ _STATUSES |= {ExitStatus.BAD_INPUT: "invalid input", ExitStatus.BROKEN: "interna
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: Arguments of the command line; None uses those of this process.
-    """
+    """Run one command; ``arguments`` of None are those of this process."""
     given = _parser().parse_args(arguments)
     try:
         return given.run(given)

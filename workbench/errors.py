@@ -250,11 +250,7 @@ class MissingPackageError(WorkbenchError, ImportError):  # type: ignore[misc]  #
 
 
 def as_data(value: object) -> Any:
-    """Return a value that can be pickled and is small: the value itself, or a short description of it.
-
-    Args:
-        value: Numbers, text, paths, None, and collections of up to 20 of them are kept.
-    """
+    """Return a value that can be pickled and is small: plain data of up to 20 items, or a short description."""
     shape = getattr(value, "shape", None)
     if shape == () and callable(item := getattr(value, "item", None)):
         return as_data(item())
@@ -278,15 +274,7 @@ def _text(value: object) -> str:
 
 
 def require_lab(what: str, *packages: str) -> None:
-    """Raise an exception if packages of the extra ``lab`` are missing; nothing is imported.
-
-    Args:
-        what: What needs the packages: the plural subject of a sentence, such as "Figures".
-        packages: Names under which they are imported.
-
-    Raises:
-        MissingPackageError: Names the missing packages and how to install them.
-    """
+    """Raise MissingPackageError if packages of the extra ``lab`` are missing, for what, such as "Figures"."""
     missing = [name for name in packages if sys.modules.get(name) is None and find_spec(name) is None]
     if missing:
         missing = [{"PIL": "pillow"}.get(name, name) for name in missing]

@@ -66,12 +66,7 @@ def three_digits(value: float) -> str:
 
 
 def number_in_words(value: object, *, is_fraction: bool = False) -> str:
-    """Format a value for a sentence: three digits, percent for fractions, "not measured" for NaN.
-
-    Args:
-        value: A number, a boolean or a text.
-        is_fraction: Whether it is a probability or another fraction of 1.
-    """
+    """Format a value for a sentence: three digits, percent if ``is_fraction``, "not measured" for NaN."""
     if isinstance(value, bool | np.bool_):
         return "yes" if value else "no"
     if isinstance(value, complex | np.complexfloating):

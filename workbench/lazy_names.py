@@ -16,19 +16,10 @@ from workbench.option_checks import published
 def attach_stub(
     package: str, file: str, *, optional: str = ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Create the module functions that load the names in the stub of a package when they are first used.
+    """Create the module functions (PEP 562) that load the names in the stub of a package when they are first used.
 
-    Only the standard library is needed, so that a machine with only torch and NumPy can import the package.
-
-    Args:
-        package: ``__name__`` of the package.
-        file: ``__file__`` of the package; the stub is the file of the same name with the suffix ``.pyi``, and holds
-            lines such as ``from .models.profile import profile as profile``.
-        optional: A subpackage that needs further packages. It and its names load like the others, but are not listed,
-            so that loading every listed name works without these packages.
-
-    Returns:
-        ``__getattr__``, ``__dir__`` and ``__all__`` of the package (PEP 562).
+    Only the standard library is needed. Names of ``optional``, a subpackage that needs further packages, load likewise
+    but are not listed.
     """
     # Name -> its module, and its name there; None for the module itself.
     places: dict[str, tuple[str, str | None]] = {}

@@ -153,12 +153,7 @@ def checked(target: Target) -> Target:
 
 
 def unpacking(options: Mapping[str, tuple[Any, Any]], *, first: str = "") -> Callable[[Target], Target]:
-    """Return a decorator that shows options in the signature of a function in place of its ``**options``.
-
-    Args:
-        options: Name -> annotation and default.
-        first: The option in place of the function's ``*args``, if it has these.
-    """
+    """Return a decorator that shows options (annotation, default) for ``**options``, and ``first`` for ``*args``."""
 
     def decorate(function: Target) -> Target:
         given = inspect.signature(function)
@@ -201,10 +196,7 @@ def _fields(cls: type) -> dict[str, Any]:
 def _checked_function(
     function: Any, title: str, owner: type | None = None, *, always: bool = True, measures: bool = False
 ) -> Any:
-    """Return a function with the door before it; calls from the package pass it only if ``always``.
-
-    With ``measures``, numbers without limits may be NaN or infinite.
-    """
+    """Return a function with the door before it, for internal calls only if ``always``; ``measures`` may be NaN."""
     if not inspect.isfunction(function) or hasattr(function, "_door"):
         return function
     doors: list[_Door] = []

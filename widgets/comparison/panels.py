@@ -303,11 +303,7 @@ class TrainingView(ComparisonView):
 
 
 class TracePanel:
-    """One variable over steps, one line per run; data, visibility and the line at a step are updated in place.
-
-    It contains the runs that were shown when it was built, which determine the scale of its axis; it contains all runs
-    if none of those has the variable.
-    """
+    """One variable over steps, one line per run, of the runs shown when it was built (all if none of those has it)."""
 
     def __init__(
         self, variable: str, runs: Mapping[str, RecordedRun], shown: Sequence[str], x_range: Range1d, *, theme: str

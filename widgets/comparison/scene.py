@@ -33,10 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scene:
-    """The data that a view shows: some runs at one step, in a range of layers (first and last).
-
-    ``published`` has the names of runs as in `workbench.compare`; ``highlight`` is a layer, None for none.
-    """
+    """The runs that a view shows at one step, in a range of layers; ``highlight`` is a layer or None."""
 
     runs: Mapping[str, RecordedRun]
     shown: tuple[str, ...]
@@ -88,10 +85,7 @@ class Scene:
 
 
 class ComparisonView:
-    """Base class of the views: a box with controls, whose changes require a redraw, and a figure.
-
-    `choose_layer` is called with the layer of a point selected on the page, or with None.
-    """
+    """Base class of the views: a box with controls, whose changes require a redraw, and a figure."""
 
     tip = ""
     refused_kinds: Mapping[str, str] = {}

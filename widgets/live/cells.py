@@ -22,11 +22,7 @@ _created: list[tuple[weakref.ref[Any], _Origin]] = []
 
 
 def succeed(widget: Any, folder: Path) -> None:
-    """End the training of widgets that a new one replaces, by their method ``_retire``, which shows the reason.
-
-    A cell that is run again replaces its widgets of the previous execution; several widgets of one execution coexist.
-    Two widgets never write into the same folder.
-    """
+    """End the training of widgets of earlier executions of this cell by ``_retire``, which shows the reason."""
     request = _present_request()
     cell, execution = request.get("metadata", {}).get("cellId"), request.get("header", {}).get("msg_id")
     origin = _Origin(cell, execution, folder.absolute())

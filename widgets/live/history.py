@@ -50,10 +50,7 @@ _SIGNALS = [watched.name for watched in WATCHED]
 
 
 class StepNews(NamedTuple):
-    """What the training process sends to the kernel about one step of a run.
-
-    The events are those that the record will have, and ``evidence`` has the names of signals and their evidence.
-    """
+    """What the training process sends about one step: events as recorded, and ``evidence``, signals by name."""
 
     step: int
     loss: float
@@ -111,10 +108,9 @@ def _divergence(record: StepRecord) -> str:
 
 @dataclass(frozen=True)
 class LiveModes:
-    """The modes at one step, the number of completed updates.
+    """The modes at one step, as float32 points and uint8 layers.
 
-    ``points`` has real and imaginary parts as float32, ``layer`` (255 at most) and ``is_reliable`` are uint8. The mass
-    is the mean over layers, the radius the largest; ``near_unit`` has the bounds of the near-unit band.
+    ``near_unit`` has the bounds of the band; the mass is the mean over layers, the radius the largest.
     """
 
     step: int
@@ -222,10 +218,7 @@ class RunHistory:
         return np.flatnonzero(self._has_spectra[: self.n_done])
 
     def spectra_at(self, step: int | None = None) -> xr.Dataset | None:
-        """Return the spectra of the latest recorded step up to a step, with a ``step`` dimension of size 1.
-
-        None if there are none, or if they could not be written.
-        """
+        """Return the spectra of the latest recorded step up to a step; None if there are none to read."""
         recorded = self.recorded_steps
         last = len(recorded) if step is None else int(np.searchsorted(recorded, step, side="right"))
         if not last:

@@ -19,11 +19,7 @@ _N_LINES = 6
 
 
 class SwitchPanel(LatestState):
-    """Switch, strength and interval of KSS, and one switch for each fault with a description of its effect.
-
-    The page sends only the user's actions and shows the state of the kernel, so it can never restore an old value, and
-    follows what code or a schedule changes.
-    """
+    """Switches of KSS and of each fault. The page sends only actions and shows the kernel's state."""
 
     _esm = script("latest_state.js", "switch_panel.js")
     _css = script("switch_panel.css")
@@ -68,10 +64,7 @@ class SwitchPanel(LatestState):
 
 
 class AlarmList(LatestState):
-    """The first alarm of each run with its likely cause, and the newest alarms with the actions that they triggered.
-
-    Only one thread adds to it. Every line is also recorded as an event of the run.
-    """
+    """The first alarm of each run with its likely cause, and the newest alarms with their actions."""
 
     _esm = script("latest_state.js", "alarm_list.js")
     _css = script("alarm_list.css")

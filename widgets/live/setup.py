@@ -40,10 +40,7 @@ NOTHING, ARCHITECTURE = "nothing", "another architecture"
 
 
 class Setup:
-    """Controls for a start, and the models and the task that they describe; the arguments are those of `LiveTraining`.
-
-    ``compare`` is the control for the second run: the name of the control run, ``NOTHING`` or ``ARCHITECTURE``.
-    """
+    """Controls for a start, with the arguments of `LiveTraining`; ``compare`` is the one for the second run."""
 
     @checked
     def __init__(

@@ -118,14 +118,7 @@ class PairedRuns:
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A checkpoint of a run.
-
-    Attributes:
-        start: Number of the start, counted from 1.
-        run: Name of the run, as in `LiveTraining.runs`.
-        step: Updates done.
-        store: The run's store.
-    """
+    """A checkpoint of a run: number of the start (from 1), the run's name, updates done, and the run's store."""
 
     start: int
     run: str
@@ -260,11 +253,7 @@ class Start:
 
 
 def remarks_on(saved: Sequence[SavedStep], start: int, histories: Mapping[str, RunHistory]) -> dict[SavedStep, str]:
-    """Return remarks on the checkpoints of the current start that are recommended for a restart.
-
-    A checkpoint at the step that diverged would diverge again, so it does not count as before the divergence. The
-    checkpoints are given with the latest step first.
-    """
+    """Return remarks on recommended checkpoints, latest first; one at the step that diverged would diverge again."""
     remarks: dict[SavedStep, str] = {}
     for name, history in histories.items():
         own = [each for each in saved if each.start == start and each.run == name]
@@ -277,10 +266,7 @@ def remarks_on(saved: Sequence[SavedStep], start: int, histories: Mapping[str, R
 
 
 def best_step(saved: Sequence[SavedStep], start: int, histories: Mapping[str, RunHistory]) -> SavedStep | None:
-    """Return the default checkpoint for a restart; None if there is no checkpoint.
-
-    It is the latest before the divergence of the first diverged run that has one, else the latest of all.
-    """
+    """Return the checkpoint to restart from: the latest before the first divergence, else the latest; None without."""
     for name, history in histories.items():
         if history.diverged_at is not None:
             for each in saved:

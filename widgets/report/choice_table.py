@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class ChoiceTable(anywidget.AnyWidget):
-    """A table in which a click on a row, or Enter on its name, chooses it; ``value`` is its id, empty for none.
-
-    The first column contains the names of the rows. A row is a dict of ``id`` and ``cells``, a cell one of ``text``,
-    ``state`` (may be empty) and ``is_number``, which aligns it to the right.
-    """
+    """A table in which a click on a row, or Enter on its name, chooses it; ``value`` is its id, empty for none."""
 
     _esm = Path(__file__).with_name("choice_table.js")
     _css = Path(__file__).with_name("choice_table.css")

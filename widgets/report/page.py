@@ -27,11 +27,7 @@ _FRAME = "picture {number} of the report"
 
 
 class ReportPage(anywidget.AnyWidget):
-    """The HTML page of `workbench.reports` inside a notebook, in JupyterLab's theme.
-
-    The notebook file does not contain it: the page requests text and figures from the kernel when it is displayed. It
-    scrolls to the row whose anchor is ``marked``.
-    """
+    """The HTML page of `workbench.reports` inside a notebook, which requests text and figures when it is displayed."""
 
     _esm = Path(__file__).with_name("page.js")
     _css = Path(__file__).with_name("page.css")

@@ -73,11 +73,7 @@ def _files(*names: str) -> str:
 
 
 class TimelineCanvas(LatestState):
-    """Draws runs on a shared step axis with HTML canvases, in the colors of JupyterLab's theme.
-
-    ``healthy`` and ``quantiles`` are those of `workbench.plots.timeline`; ``ask`` is called with a request of the page,
-    such as ``{"view": [0, 10]}``.
-    """
+    """Draws runs on a shared step axis with HTML canvases; ``ask`` is called with a request of the page."""
 
     _esm = live_script("latest_state.js", "plane.js", "traces.js", "hover.js") + _files(
         "state.js", "panels.js", "details.js", "lists.js", "timeline.js"

@@ -30,11 +30,7 @@ _PATIENCE = 3
 
 @dataclass(frozen=True)
 class SignalLine:
-    """The recorded finite values of one signal of a run, float64, and their steps, shape (row,).
-
-    The title has reduction and unit, the variable no term; the remark is on values that are not drawn, and ``n_rows``
-    counts all rows read.
-    """
+    """The finite values of one signal of a run, float64, by step; the remark is on values that are not drawn."""
 
     step: np.ndarray
     value: np.ndarray

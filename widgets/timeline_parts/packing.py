@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Detail:
-    """The details of one run at a step: a signal by layer and head, shape (row, column), and the nearest modes.
-
-    There are labels of rows and columns (one empty label if there are only rows), the layer of each row (None for rows
-    outside of all layers, such as an embedding), and the layer numbers of the modes.
-    """
+    """One run at a step: a signal, (row, column), with labels and layer of each row, and the nearest modes."""
 
     run: str
     heat: np.ndarray | None
@@ -44,10 +40,7 @@ class Detail:
 
 @dataclass(frozen=True)
 class PanelSelection:
-    """A step that was selected, directly or by an event of a run, with the details of each run.
-
-    The signal is empty if none has layers; ``dims`` names the rows and columns of the heat maps.
-    """
+    """A step that was selected, directly or by an event, with each run's details; ``dims`` names the maps' axes."""
 
     step: int
     signal: str

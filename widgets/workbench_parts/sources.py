@@ -43,10 +43,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """A row of the list: a unique name in a group, and the call that opens it, or text that is passed to functions.
-
-    ``tip`` says what it is, ``mark`` is a remark such as "live"; ``path`` is None for samples.
-    """
+    """A row of the list: a unique name in a group, and the call that opens it, or text that is passed to functions."""
 
     name: str
     kind: Kind
@@ -168,10 +165,7 @@ class FoundSources(NamedTuple):
 
 
 def search(folder: Path) -> FoundSources:
-    """Return the runs, logs, sweeps, checkpoints and plans in a folder, to a limited depth and for a limited time.
-
-    Hidden folders and those of installed packages are skipped, and so is what is inside a store or a checkpoint.
-    """
+    """Return the runs, logs, sweeps, checkpoints and plans in a folder, to a limited depth and for a limited time."""
     end, n_left = time.monotonic() + _SECONDS, _MOST_ENTRIES
     places, found, is_complete = [(folder, 0)], [], True
     while places:

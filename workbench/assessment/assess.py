@@ -280,12 +280,7 @@ def conclude(
     try_changes: Callable[[xr.DataTree], xr.Dataset] | None = None,
     try_start: Callable[[], xr.Dataset] | None = None,
 ) -> None:
-    """Evaluate the measurements and decide what to do, in place; earlier conclusions are replaced.
-
-    Adds the nodes ``criteria``, ``failure_modes``, ``decisions`` and, where they apply, ``changes`` and
-    ``other_start``, and the attributes ``verdict``, ``exit_status``, ``structure_state``, ``pilot_state`` and
-    ``summary``.
-    """
+    """Evaluate the measurements and decide what to do, in place; earlier conclusions are replaced."""
     import xarray as xr
 
     criteria, modes = evaluate_criteria(tree)
@@ -454,10 +449,7 @@ def step_times(
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     seed: int,
 ) -> dict[str, float]:
-    """Measure the median time of an update of each model, in seconds.
-
-    Copies of the models are updated in turns, so that other load on the machine slows all of them equally.
-    """
+    """Measure the median seconds of an update of each model, in turns, so that other load slows all equally."""
     from workbench.tasks import as_task
 
     runs = {}

@@ -78,11 +78,7 @@ class Sizes:
         return f"a proxy model of width {self.run_width:,} with {counted(self.run_blocks, 'block')}"
 
     def outside(self, ranges: Ranges) -> str:
-        """Return why a band of healthy models of these sizes does not apply, as a clause; empty if it applies.
-
-        Both the measured model and the subject must be within the ranges: a proxy model has the variances and gains of
-        a wide model, so it cannot be compared with narrow healthy models.
-        """
+        """Return, as a clause, why a band of healthy models does not apply to these sizes; empty if it does."""
         healthy, own = [], []
         both = {
             "width": (self.run_width, self.width),
@@ -128,16 +124,10 @@ SCALES: dict[str, tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray
 
 @dataclass(frozen=True)
 class HealthyBand:
-    """The range of healthy values.
+    """The range of healthy values, open where infinite; it does not apply beyond the ``sizes`` of its models.
 
-    Attributes:
-        low, high: The band, inclusive; infinite where it is open.
-        failing_low, failing_high: Beyond these limits a value is failing, not just at risk; infinite if there is no
-            such limit.
-        n_reference: Number of healthy recorded models that the band was derived from; 0 if it follows from a rule.
-        why: Origin of the limits, shown to the user.
-        sizes: Size ("width", "blocks", "experts") -> smallest and largest size of those models. The band does not apply
-            beyond these sizes; empty if it applies to every size.
+    Beyond ``failing_low`` and ``failing_high`` a value is failing, not just at risk. ``n_reference`` healthy models
+    gave the band, 0 for one by a rule; ``why`` is shown to the user.
     """
 
     low: float = -math.inf
@@ -164,12 +154,8 @@ class HealthyBand:
 class CriterionReading:
     """A measured number of the tree.
 
-    Attributes:
-        value: The value, in the criterion's unit.
-        spread: Standard error of the value over repeated measurements; 0 for a single or an exact measurement.
-        selection: Dimension -> index of the number in the variable.
-        layer: Block of the number; -1 for no specific block.
-        only_flags: Why a healthy value is no evidence for a healthy design; empty if it is evidence.
+    ``spread`` is its standard error over repetitions, ``layer`` -1 for no specific block, and ``only_flags`` why a
+    healthy value is no evidence for a healthy design.
     """
 
     value: float
@@ -183,16 +169,9 @@ class CriterionReading:
 class Criterion:
     """A number that indicates a failure mode.
 
-    Attributes:
-        name: Identifier, also of its band in the healthy reference.
-        failure_mode: The failure mode, by its name in `verdict.FAILURE_MODES`.
-        path, variable: Place of the number in the tree.
-        meaning: Meaning of a value outside the band, shown to the user; one clause.
-        band: The band, if its limits follow from a rule; None for that of the healthy reference.
-        scale: Scale of ``SCALES`` on which value and limits are compared. The spread of a reading is that of its
-            logarithm if this is "log", else that of the value.
-        bad_side: Side without healthy values: "low", "high" or "both"; the other side is open.
-        rules_out: Whether a healthy value excludes the failure mode; if not, it is no evidence either way.
+    ``name`` is also that of its band in the healthy reference, unless ``band`` follows from a rule. On the ``scale``
+    "log" the spread is that of the logarithm. ``bad_side`` is the side without healthy values ("low", "high", "both"),
+    and ``rules_out`` tells whether a healthy value excludes the failure mode; if not, it is no evidence either way.
     """
 
     name: str

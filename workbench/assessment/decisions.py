@@ -60,16 +60,10 @@ STOP_MARGIN = 0.8
 
 @dataclass(frozen=True)
 class Decision:
-    """One recommended action.
+    """One recommended action, as one clause, with the setting to change and its values.
 
-    Attributes:
-        kind: Kind of action.
-        text: The action, as one clause.
-        setting: The setting to change, such as ``learning_rate``; empty if there is none.
-        current, proposed: Its current and its proposed value.
-        criterion: Name of the criterion that the action is based on; empty if it is based on all criteria.
-        effect: Measured effect of the action, as one clause; empty if it was not tried.
-        path, variable, selection: Place of the effect's number in the tree; empty if there is no number.
+    ``criterion`` is what it is based on (empty for all), ``effect`` what it did when it was tried, and path, variable
+    and selection are the place of that number in the tree.
     """
 
     kind: DecisionKind

@@ -57,14 +57,8 @@ _FEWEST_IMAGES = 4
 class MeasuredModel:
     """The model that an assessment runs, and the subject that it represents.
 
-    Attributes:
-        name: Name of the subject.
-        model: The model for pilot and trials: the subject itself, or a model of the same design.
-        design: The design of the subject; None if the subject cannot be built at another size.
-        is_own: Whether ``model`` has the subject's own parameters.
-        width, depth: Width and depth of ``model``; None if its design is unknown.
-        seed: Seed of the parameters of ``model``, if it was built here.
-        n_design_weights: Number of parameters of the design at its own size, with its own images.
+    ``design`` is None if the subject has no other size, ``is_own`` whether the parameters are its own, ``seed`` that of
+    parameters drawn here, and ``n_design_weights`` the number of parameters of the design at its own size.
     """
 
     name: str
@@ -101,9 +95,8 @@ class MeasuredModel:
     def fresh(self, seed: int = 0, depth: int | None = None) -> nn.Module:
         """Return a model at initialization whose signal and gradient gains are those of the target width.
 
-        This is the subject itself if it has its own parameters or its design is unknown; ``model``, possibly with
-        another seed, if it is as large as the subject; otherwise a narrow model with matched variances, see
-        `workbench.scaling.matched_width`.
+        It is the subject itself where possible, otherwise a narrow model with matched variances
+        (`workbench.scaling.matched_width`).
         """
         if self.is_own or self.design is None or (self.is_target_size and not seed and depth is None):
             return self.model

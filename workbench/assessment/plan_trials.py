@@ -251,13 +251,7 @@ def try_changes(
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
     report: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
-    """Run trials of each change.
-
-    Returns:
-        Dataset with dim ``change``: ``setting``, ``current``, ``proposed``, ``n_trials``, ``n_broken`` (number of
-        trials that diverged), ``first_loss``, ``last_loss`` (mean over the trials that did not diverge; NaN if all did)
-        and ``largest_grad_norm``.
-    """
+    """Run trials of each change; return a dataset along ``change``, with losses of the trials that converged."""
     import xarray as xr
 
     rows = []

@@ -45,11 +45,7 @@ def gains(flow: xr.Dataset) -> np.ndarray:
 
 
 def _gain_by_depth(flow: xr.Dataset) -> float:
-    """Return the largest deviation of the gain from 1, as a factor per square root of the number of blocks.
-
-    The logarithms of independent gains form a random walk, whose deviation grows with that root. The first block is
-    excluded because its input may contain token states of 0.
-    """
+    """Return the largest deviation of the gain from 1 after the first block, as a factor per square root of depth."""
     values = gains(flow)[1:]
     if len(values) < 2 or np.isnan(values).all():
         return math.nan
@@ -57,11 +53,7 @@ def _gain_by_depth(flow: xr.Dataset) -> float:
 
 
 def _growth_by_depth(flow: xr.Dataset) -> float:
-    """Return the largest change of the norm of the stream after the first block, as a factor per square root of depth.
-
-    A depth below ``SHALLOW`` counts as ``SHALLOW``: the factors of single blocks vary too much for the root of a small
-    depth.
-    """
+    """Return the largest change of the stream's norm after the first block, as a factor per square root of depth."""
     sizes = flow["state_rms"].values.astype(float)[1:]
     with np.errstate(all="ignore"):
         return _per_root(sizes / sizes[0], max(len(sizes) - 1, SHALLOW)) if len(sizes) > 1 else math.nan
@@ -151,11 +143,8 @@ def measure_structure(
 ) -> tuple[xr.Dataset, xr.Dataset | None]:
     """Measure the structure of freshly initialized models that differ in their seed only.
 
-    Returns:
-        The dataset of `average_structure`, and the flow of the first model, or None if its residual stream cannot be
-        read. If its blocks form a chain, gain and growth are then those between blocks
-        (`workbench.flow.block_chain`), and the attribute ``between_blocks`` is 1. The attribute ``unseen`` of a
-        measurement that is NaN states the reason.
+    Returns the dataset of `average_structure` and the first model's flow, None if its stream cannot be read; gain and
+    growth are then those between blocks (``between_blocks`` is 1). ``unseen`` of a NaN states the reason.
     """
     flows, outputs, first_flow, unseen_flow = [], [], None, ""
     for model in models:
@@ -189,10 +178,7 @@ def measure_structure(
 def _flow_of(
     model: nn.Module, inputs: Any, targets: Any, loss: Callable[[Tensor, Tensor], Tensor] | None
 ) -> tuple[xr.Dataset | None, str]:
-    """Return the flow and an empty text; if the residual stream cannot be read, the flow between blocks and the reason.
-
-    The flow is None if the states between blocks cannot be read either.
-    """
+    """Return the flow and an empty text; or the flow between blocks (None if unreadable too) and the reason."""
     import xarray as xr
 
     try:
@@ -263,10 +249,7 @@ WORDS = (
 
 
 def with_standard_start(model: nn.Module, n_blocks: int, *, seed: int = 0) -> nn.Module:
-    """Return a copy of a model whose matrices are redrawn from normal distributions that preserve signal norms.
-
-    Biases, gains of normalizations, convolution kernels and other parameters are unchanged.
-    """
+    """Return a copy of a model whose matrices are redrawn from normal distributions that preserve signal norms."""
     model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -48,11 +48,7 @@ def healthy_bands() -> Mapping[str, HealthyBand]:
 
 
 def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> HealthyBand:
-    """Return the band around healthy values.
-
-    Returns:
-        The band with its number of models; an open band of zero models if no value remains.
-    """
+    """Return the band around healthy values, open if no value remains."""
     x = np.asarray(values, dtype=float)
     x = x[np.isfinite(x) & ((x > 0) | (scale != "log"))]
     if not len(x):
@@ -71,12 +67,7 @@ def band_of(values: Sequence[float], *, scale: str, margin: float = MARGIN) -> H
 
 @dataclass(frozen=True)
 class FailureMode:
-    """A way in which training fails.
-
-    Attributes:
-        title: Title shown to the user.
-        meaning: Description in one clause.
-    """
+    """A way in which training fails: a title, and its description in one clause."""
 
     title: str
     meaning: str

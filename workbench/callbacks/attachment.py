@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """Callbacks that a trainer attaches and detaches, any number of times, with their states in its checkpoints.
-
-    Attributes:
-        callbacks: The callbacks as a group.
-        at_end: Functions that are called once when the callbacks are detached; they remove the adapter's own hooks.
-        run: The training that the callbacks act on; None while they are detached.
-    """
+    """Callbacks that a trainer attaches and detaches, any number of times; ``at_end`` removes the adapter's hooks."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = CallbackGroup(callbacks)
@@ -93,10 +87,7 @@ class Attachment:
         self.at_end.clear()
 
     def begin_step(self, step: int) -> None:
-        """Begin a step; called before each batch.
-
-        Where gradients are accumulated, only the first call of a step has an effect.
-        """
+        """Begin a step before a batch; with accumulated gradients, only the first call of a step has an effect."""
         if self._open_step is not None and step > self._open_step:
             self.end_step({})
         if self.run is not None and step != self._begun_step:

@@ -28,14 +28,9 @@ RESULT = ("start_loss", "final_loss", "rise", "dead_share")
 class Truth:
     """What happened to a run, and why.
 
-    Attributes:
-        case: The run: setup, settings and injected faults.
-        causes: Causes of the failure; ("nothing",) for a healthy run.
-        how: "diverged", "spike", "learned less", "experts died", or "" for a healthy run.
-        result: Held-out loss at the start and at the end (``start_loss``, ``final_loss``, in nat; NaN if it diverged),
-            largest temporary rise of the loss (``rise``), and largest fraction of the experts of a block that receive
-            no tokens at the end (``dead_share``).
-        control: The same of the run without faults; for a healthy run, its own.
+    ``causes`` is ("nothing",) for a healthy run; ``how`` is "diverged", "spike", "learned less", "experts died" or "".
+    ``result`` has held-out losses ``start_loss`` and ``final_loss`` in nat (NaN if it diverged), ``rise`` and
+    ``dead_share``; ``control`` is that of the run without faults.
     """
 
     case: Case
@@ -139,13 +134,7 @@ TERMS = ("D2", "dWq", "W")
 
 
 def unpack(packed: xr.Dataset, part: str, names: Sequence[str] | None = None) -> xr.Dataset:
-    """Return a part of one run; empty if it was not measured.
-
-    Args:
-        packed: One patient of a packed dataset.
-        part: A name in `VARIABLES`.
-        names: Variables to read; None for all.
-    """
+    """Return a part of one patient of a packed dataset, of variables in ``names``; empty if it was not measured."""
     import xarray as xr
 
     steps = packed[f"{part}_step"].values

@@ -44,16 +44,7 @@ _N_PROBE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a replay with one change.
-
-    Attributes:
-        title: The change in words.
-        problem: Why the change has no effect on this run, as a clause; empty if it has one.
-        losses: Loss of each step, in nat; NaN from the step at which it diverged.
-        final_loss: Held-out loss at the end, in nat; NaN if it diverged.
-        rise: Largest temporary rise of the loss, in nat.
-        dead_share: Largest fraction of the experts of a block that receive no tokens at the end.
-    """
+    """Result of a replay with one change; ``problem`` is a clause that says why it has no effect on this run."""
 
     title: str
     problem: str

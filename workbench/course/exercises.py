@@ -137,10 +137,7 @@ def as_number(answer: object) -> tuple[float, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RangeExercise(Exercise):
-    """An exercise whose answer is any number within a range.
-
-    `answer` returns the smallest and the largest right number.
-    """
+    """An exercise whose answer is any number in a range; `answer` returns the smallest and the largest right one."""
 
     too_small: Callable[[float], str]
     too_large: Callable[[float], str]
@@ -198,10 +195,7 @@ class SetExercise(Exercise):
 
 @dataclass(frozen=True, kw_only=True)
 class FunctionExercise(Exercise):
-    """An exercise whose answer is a function that the learner writes; it is run on hidden cases.
-
-    `answer` returns the function that is right.
-    """
+    """An exercise whose answer is a function, run on hidden cases; `answer` returns the right one."""
 
     cases: Callable[[], Iterable[tuple[Any, ...]]]
     mistakes: Mapping[str, Callable[..., Any]] = field(default_factory=dict)

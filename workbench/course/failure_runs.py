@@ -158,13 +158,7 @@ class Plant:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: a setup, settings, and injected faults.
-
-    Attributes:
-        setup: Name of the setup.
-        base: Number of the settings drawn for the setup.
-        plants: Injected faults; empty for a control.
-    """
+    """A run: the name of a setup, the number of settings drawn for it, and injected faults (none for a control)."""
 
     setup: str
     base: int

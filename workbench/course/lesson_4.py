@@ -26,12 +26,7 @@ _FALSE_ALARMS, _PER_STEPS = 1.0, 100_000
 
 
 def simple_alarms(signal: pd.Series, multiple: float) -> pd.Index:
-    """Return the steps, from 200 on, at which a signal exceeds the mean of its last 50 values by far.
-
-    Args:
-        signal: Values by step.
-        multiple: Number of standard deviations of the last 50 values by which the signal must exceed their mean.
-    """
+    """Return the steps, from 200 on, at which a signal exceeds the mean of its last 50 values by far."""
     past = signal.shift().rolling(_N_PAST)
     is_high = signal > past.mean() + multiple * past.std()
     return signal.index[is_high & (signal.index >= _FIRST)]
@@ -125,13 +120,7 @@ def _loss_alone(*, among: str = "harmful", by: str = "soon", detector: str = "lo
 
 
 def fault_probability(sensitivity: float, n_faults: float, n_false: float) -> float:
-    """Return the probability that a fault is behind an alarm.
-
-    Args:
-        sensitivity: Fraction of the faults that raise an alarm.
-        n_faults: Faults in a number of steps.
-        n_false: False alarms in the same number of steps.
-    """
+    """Return the probability that a fault is behind an alarm; both counts are for one number of steps."""
     n_true = sensitivity * n_faults
     return n_true / (n_true + n_false)
 

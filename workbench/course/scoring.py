@@ -123,15 +123,7 @@ class Points:
 def points_for(
     truth: Truth, named: Collection[str], cure: str | None, outcome: Outcome | None, unspent: float
 ) -> Points:
-    """Return the points of an answer.
-
-    Args:
-        truth: The case.
-        named: Causes that were named.
-        cure: Cause whose change was chosen as the cure; None for none.
-        outcome: Result of its replay; None without a cure, and for a healthy run, which no cure improves.
-        unspent: Fraction of the budget that was not spent.
-    """
+    """Return the points of an answer; ``outcome`` is the replay of its cure, ``unspent`` a fraction of the budget."""
     right, given = set(truth.causes), set(named)
     overlap = len(right & given) / len(right | given)
     if right == {"nothing"}:
@@ -148,16 +140,7 @@ def points_for(
 def score(
     truth: Truth, run: xr.DataTree, named: Collection[str], cure: str | None, outcome: Outcome | None, unspent: float
 ) -> Score:
-    """Score an answer, with reasons and evidence.
-
-    Args:
-        truth: The case.
-        run: Its complete record.
-        named: Causes that were named; ("nothing",) for a run without a fault.
-        cure: Cause whose change was chosen as the cure; None for none.
-        outcome: Result of its replay; None without a cure, and for a healthy run.
-        unspent: Fraction of the budget that was not spent.
-    """
+    """Score an answer, with reasons and evidence; the arguments are those of `points_for`."""
     import pandas as pd
 
     found = points_for(truth, named, cure, outcome, unspent)

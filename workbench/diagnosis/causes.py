@@ -9,13 +9,7 @@ from workbench.schema.statuses import CauseKind
 
 @dataclass(frozen=True)
 class Cause:
-    """A cause of failure.
-
-    Attributes:
-        title: Name shown to the user.
-        kind: Kind of the cause.
-        meaning: Explanation in one clause.
-    """
+    """A cause of failure, with the name and the one-clause explanation that are shown to the user."""
 
     title: str
     kind: CauseKind

@@ -30,13 +30,7 @@ _NUMBERED = re.compile(r"^(.*?)\.?(\d+)\.(.+)$")
 
 @dataclass(frozen=True)
 class WeightMeasurement:
-    """Norms of the blocks' weights at one checkpoint.
-
-    Attributes:
-        norm: Frobenius norm of all matrices of each block, shape (block,).
-        step: Step of the checkpoint; 0 if it is not recorded.
-        place: Folder of the checkpoint.
-    """
+    """Frobenius norm of each block's matrices in a checkpoint, shape (block,); its step (0 if unknown) and folder."""
 
     norm: np.ndarray
     step: int
@@ -44,11 +38,7 @@ class WeightMeasurement:
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
-    """Return the checkpoints in a folder by step, in increasing order.
-
-    Recognized are those of `workbench.train` (``step-00000500``) and of Hugging Face's Trainer (``checkpoint-500``),
-    and a folder with one weights file.
-    """
+    """Return checkpoints by step: ``step-00000500``, ``checkpoint-500``, and a folder with one weights file."""
     folder = Path(folder)
     found = list_checkpoints(folder)
     if not found and folder.is_dir():
@@ -63,12 +53,7 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> dict[int, Path]:
-    """Return the checkpoints of a run by step, in increasing order; empty if there are none.
-
-    Args:
-        run: Path of the run, next to which the checkpoints are searched, or a tree.
-        folder: Folder of the checkpoints; None to search next to the run.
-    """
+    """Return the checkpoints in a folder, by default next to the run, by step in increasing order; may be empty."""
     with CHECKPOINT.reading(folder or str(run)):
         if folder is not None:
             return find_checkpoints(folder)
@@ -82,16 +67,7 @@ def checkpoints_of(run: Any, folder: str | os.PathLike[str] | None = None) -> di
 def measure_weights(
     place: Path, *, step: int = 0, model: Subject | nn.Module | None = None
 ) -> WeightMeasurement | None:
-    """Measure the norms of the blocks' matrices in a checkpoint.
-
-    Args:
-        place: Folder of the checkpoint.
-        step: Step of the checkpoint.
-        model: The model of the checkpoint; None for the model that its config.json describes.
-
-    Returns:
-        The norms; None if the names of the tensors contain no numbered blocks.
-    """
+    """Measure the blocks' matrix norms in a checkpoint (of a model or config.json); None without numbered blocks."""
     from safetensors import SafetensorError, safe_open
 
     file = place / _WEIGHTS
@@ -114,16 +90,7 @@ def measure_weights(
 
 
 def check_fits(place: Path, *, model: Subject | nn.Module | None = None) -> None:
-    """Raise an error if the weights of a checkpoint do not fit its model.
-
-    Args:
-        place: Folder of the checkpoint.
-        model: The model of the checkpoint; None for the model that its config.json describes. Without either, any
-            checkpoint is accepted.
-
-    Raises:
-        CheckpointError: If a weight does not fit; the message names the first such weight and both shapes.
-    """
+    """Raise CheckpointError for the first weight that does not fit the model or, without one, config.json."""
     from safetensors import SafetensorError, safe_open
 
     file = place / _WEIGHTS

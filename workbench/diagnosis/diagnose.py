@@ -232,13 +232,8 @@ def answer_of(
 ) -> dict[str, str]:
     """Return the attributes of a diagnosis that state what was found and which causes are not excluded.
 
-    Args:
-        about: Attributes of the diagnosis: ``what_happened``, ``found`` (sentences of the facts, as JSON),
-            ``established`` (their causes), ``shows_failure``, ``recorded``, ``not_recorded`` and ``unseen``;
-            trees of older versions have only the first.
-        probability: Probability of each cause, in decreasing order.
-        layers: Block at fault by cause; -1 for no specific block.
-        possible: Causes in the set.
+    ``about`` are attributes as in `diagnose`, of which trees of older versions have only ``what_happened``;
+    probabilities decrease, and a block at fault is -1 for none.
     """
     found, first = json.loads(about.get("found", "[]")), next(iter(probability))
     is_named = first not in ("nothing", UNKNOWN)

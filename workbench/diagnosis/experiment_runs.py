@@ -175,13 +175,10 @@ def run_experiment(
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of one replay with a change.
+    """The outcome, as a sentence, of one replay with a change.
 
-    Attributes:
-        outcome: The outcome as a sentence.
-        is_decided: Whether the failure recurred in the unchanged replay.
-        supports: Whether the outcome supports the cause.
-        value, control_value: Mean loss over the last fifth of the changed and the unchanged replay; NaN if it diverged.
+    ``is_decided`` tells whether the failure recurred unchanged; the values are mean losses over the last fifth, NaN for
+    divergence.
     """
 
     outcome: str

@@ -115,10 +115,7 @@ def _eps(record: Record) -> float:
 
 
 def _length(record: Record, failure: Failure, from_step: int, *, acts_at: int) -> int:
-    """Return the number of steps to replay, which ends shortly after the failure.
-
-    A stalled run has no such step; a fraction of it is replayed, counted from the step at which the change acts.
-    """
+    """Return the number of steps to replay, shortly beyond the failure; for a stalled run, a fraction of the run."""
     last = int(record.steps[-1])
     if failure.is_stalled:
         n_steps = int(np.clip(_STALLED_SHARE * (last + 1), _FEWEST, _MOST))

@@ -66,12 +66,7 @@ _N_RETURNS, _N_EXAMPLES = 3, 4
 
 @dataclass(frozen=True)
 class RunFact(Symptom):
-    """A number of a run that an absolute limit decides.
-
-    Attributes:
-        cause: The cause that the fact is about.
-        is_for: Whether it establishes the cause; otherwise it excludes it.
-    """
+    """A number of a run that an absolute limit decides; it establishes its cause if ``is_for``, else excludes it."""
 
     kind: SymptomKind = SymptomKind.FACT
     cause: str = "nothing"
@@ -101,10 +96,7 @@ def read_facts(record: Record, failure: Failure) -> list[RunFact]:
 
 
 def settle(probability: Mapping[str, float], facts: Sequence[RunFact]) -> dict[str, float]:
-    """Return the probabilities of the causes given the facts, which no symptom can contradict.
-
-    Established causes come first, in the order of their first steps, and excluded ones have probability 0.
-    """
+    """Return the probabilities of the causes given the facts: established ones first, excluded ones 0."""
     established = list(dict.fromkeys(fact.cause for fact in facts if fact.is_for))
     excluded = {fact.cause for fact in facts if not fact.is_for} | ({"nothing"} if established else set())
     rest = {cause: 0.0 if cause in excluded else p for cause, p in probability.items() if cause not in established}

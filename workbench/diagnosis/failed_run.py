@@ -291,13 +291,7 @@ class Failure:
         return self.kind is FailureKind.STALLED
 
     def last_row(self, steps: np.ndarray) -> int:
-        """Return the row of the last measurement before the failure, or the first row if there is none.
-
-        For a stalled run this is the last row.
-
-        Args:
-            steps: Steps of the measurements, in increasing order.
-        """
+        """Return the row of the last measurement before the failure, else the first; for a stalled run the last row."""
         if self.is_stalled:
             return len(steps) - 1
         before = np.flatnonzero(steps <= self.step + 1)
@@ -368,12 +362,7 @@ def find_failure(record: Record) -> Failure:
 
 
 def noise_floor(n: int, noise: float) -> float:
-    """Return a limit for the range of the running medians of ``n`` losses that only fluctuate, in nat.
-
-    Args:
-        n: Number of losses.
-        noise: Their standard deviation from step to step, in nat.
-    """
+    """Return a limit for the range of the running medians of ``n`` losses that only fluctuate, in nat."""
     of_median = _OF_MEDIAN * noise / np.sqrt(_window(n))
     return float(2 * of_median * (np.sqrt(2 * np.log(max(n / _window(n), 2))) + 1.5))
 

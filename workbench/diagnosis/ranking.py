@@ -93,10 +93,7 @@ class Rules:
     unknown: Mapping[str, float] = field(default_factory=dict)
 
     def evidence(self, strengths: Mapping[str, float]) -> np.ndarray:
-        """Return the contribution of each symptom to the log-odds of each cause, shape (cause, symptom).
-
-        Missing symptoms contribute 0.
-        """
+        """Return what each symptom adds to the log-odds of each cause, (cause, symptom); 0 where missing."""
         row = np.array([strengths.get(name, math.nan) for name in self.symptoms], dtype=np.float64)
         return self.weight * np.where(np.isnan(row), 0.0, row - self.usual)
 
@@ -120,12 +117,7 @@ class Rules:
         return _in_order({cause: math.exp(value - top) for cause, value in logits.items()})
 
     def set_of(self, probability: Mapping[str, float], view: str) -> tuple[str, ...]:
-        """Return the causes that are not excluded, by decreasing probability; always contains the most likely cause.
-
-        Args:
-            probability: Probabilities from `probabilities`.
-            view: View from `view_of`.
-        """
+        """Return the causes that are not excluded, by decreasing probability; always contains the most likely one."""
         first = next(iter(probability))
         if view not in self.least:
             return tuple(cause for cause, p in probability.items() if p >= 0.1 * probability[first])
@@ -148,13 +140,7 @@ class Rules:
         return max(_entropy(supports) - given, 0.0)
 
     def after(self, probability: Mapping[str, float], change: str, *, supports: bool) -> dict[str, float]:
-        """Return the probability of each cause after a replay by Bayes' rule, in decreasing order.
-
-        Args:
-            probability: Probabilities before the replay.
-            change: Cause that the replay was for.
-            supports: Whether the replay supported that cause.
-        """
+        """Return the probabilities, in decreasing order, after a replay that did or did not support a cause (Bayes)."""
         found = {}
         for cause, p in probability.items():
             likelihood = self.answer(change, cause)
@@ -163,11 +149,7 @@ class Rules:
 
     @classmethod
     def open(cls, path: Path | str) -> Rules:
-        """Read rules from a file that ``data/fitting.py`` wrote.
-
-        Raises:
-            StoreError: If the file is missing or holds no rules.
-        """
+        """Read rules from a file that ``data/fitting.py`` wrote, or raise StoreError."""
         content = _FILE.json(path)
         with _FILE.reading(path):
             symptoms = content["symptoms"] if "symptoms" in content else content["signs"]  # of older versions

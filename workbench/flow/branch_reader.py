@@ -16,10 +16,7 @@ from workbench.monitors.matrices import effective_rank, widened
 
 
 def rms(x: Tensor, rows: Tensor | None = None) -> float:
-    """Return the root mean square of all entries of states (..., feature), computed in float64.
-
-    ``rows`` is a mask of the tokens to include; all are included if it is None or has another shape.
-    """
+    """Return the root mean square of states (..., feature), over the tokens of the mask ``rows``, in float64."""
     norm = norm_of(x, rows)
     n = int(rows.sum()) * x.shape[-1] if _fits(rows, x) else x.numel()
     return norm / math.sqrt(n) if n else math.nan
@@ -106,10 +103,7 @@ class WatchedState:
 
 @dataclass(frozen=True)
 class _PartialSum:
-    """A state that was never computed: the stream plus some of several branches that are added at once.
-
-    The gradient with respect to it is that of the full sum.
-    """
+    """A state that was never computed: the stream plus some of several branches that are added at once."""
 
     rms: float
     full: WatchedState
@@ -315,10 +309,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def _addition(block: BlockStream, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Any, float] | None:
-    """Return stream, branch and the branch's factor of an addition.
-
-    For a sum of two branches, return None, the two branches and the factor; for any other sum, return None.
-    """
+    """Return stream, branch and factor of an addition; None and two branches with a factor, or None for other sums."""
     operands = [*args, *(kwargs[name] for name in ("input", "other") if name in kwargs)][:2]
     if len(operands) < 2 or not all(_is_of_size(t, block.size) for t in operands):
         return None

@@ -172,11 +172,7 @@ _MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 def first_examples(batch: Any, targets: Any, n_tokens: int, layout: BatchLayout = BATCH_FIRST) -> tuple[Any, Any]:
-    """Return the first sequences of a batch and their targets, at least one sequence, truncated if it is too long.
-
-    Only token ids, and tensors shaped like them, can be truncated within a sequence. If the axis that counts sequences
-    is unknown, the batch is returned unchanged.
-    """
+    """Return the first sequences of a batch and their targets, truncated if too long; unchanged for unknown axes."""
     if layout.inputs is None:
         return batch, targets
     axis = layout.inputs
@@ -233,10 +229,7 @@ def _shortened(batch: Any, length: int, shorten: Callable[[Tensor], Tensor]) -> 
 
 
 def of_stream(run: FlowPass, unseen: list[str]) -> dict[str, np.ndarray]:
-    """Return the measurements of the states between blocks, and the gains of blocks.
-
-    To ``unseen`` a sentence is added for each value that is NaN; also in the functions below.
-    """
+    """Return the measurements of states between blocks and gains; sentences on NaN values are added to ``unseen``."""
     blocks = run.blocks
     into, out = [b.entering for b in blocks], [b.leaving for b in blocks]
     boundaries = [*into, out[-1]]

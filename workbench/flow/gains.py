@@ -110,10 +110,7 @@ class Sharpness:
 
 
 def sharpness(logits: Tensor, is_visible: Tensor, rows: Tensor | None = None) -> Sharpness:
-    """Return scale of the logits (batch, head, token, token), the input of a softmax, and attention to the first token.
-
-    ``rows`` is a mask of the tokens to include, shape (batch, token).
-    """
+    """Return scale of the logits (batch, head, token, token) of a softmax, and attention to the first token."""
     logits, is_visible = widened(logits), is_visible.expand(logits.shape)
     n_seen = is_visible.sum(-1)
     counts = n_seen > 1 if rows is None else (n_seen > 1) & rows[:, None].to(logits.device)
@@ -308,8 +305,5 @@ class FlowPass:
 
 
 def eager_options(model: nn.Module) -> list[Option]:
-    """Return the options that keep a Hugging Face model from using optimized kernels.
-
-    Such kernels hide their intermediate values, and most support neither second derivatives nor float64.
-    """
+    """Return the options that keep a Hugging Face model from optimized kernels, which hide intermediate values."""
     return [*known_options(model, _PLAIN), *visible_attention(model)]

@@ -47,10 +47,7 @@ class SingularValues:
 
 
 class Jacobian:
-    """Jacobian of a function from a state to one of the same size, at a point, as a linear map of flattened states.
-
-    Products J v are computed with reverse mode twice, so every operation of the function needs a second derivative.
-    """
+    """Jacobian from a state to one of its size, as a linear map; products J v take reverse mode twice."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], point: Tensor) -> None:
         self.point = point.detach().requires_grad_()

@@ -81,14 +81,7 @@ class WorkingCopy:
 
 @dataclass(frozen=True)
 class GradientLayout:
-    """The entries of the gradients of a model that are kept, and the parameters and blocks to which they belong.
-
-    Attributes:
-        steps: Stride of the kept entries of each parameter.
-        sizes: Number of kept entries of each parameter.
-        layers: Block of each parameter, -1 if it belongs to none.
-        n_layers: Number of blocks.
-    """
+    """The entries of gradients that are kept: stride, number and block (-1 for none) of each parameter's."""
 
     steps: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -123,13 +116,8 @@ class GradientLayout:
 class Discrepancy:
     """The difference between a gradient and its reference.
 
-    Attributes:
-        relative_error: Norm of the difference over the norm of the reference.
-        error_norm: Norm of the difference.
-        shrinkage: 1 - <found, reference> / <reference, reference>, the fraction missing along the reference. If it is
-            positive the gradient is too short, which does not average out over updates.
-        cosine: Cosine of the angle between them.
-        layer_errors: Relative error in each block, shape (layer,); NaN where the reference is zero.
+    ``shrinkage``, 1 - <found, reference> / <reference, reference>, is missing along the reference and does not average
+    out over updates; the relative error of a layer is NaN where the reference is zero.
     """
 
     relative_error: float
@@ -162,14 +150,9 @@ def compare(found: Tensor, reference: Tensor, factor: Tensor, layer: Tensor, n_l
 
 @dataclass(frozen=True)
 class Terms:
-    """Gradients that are added.
+    """Gradients that are added, float32, shape (term, entry).
 
-    Attributes:
-        values: The gradients, float32, shape (term, entry).
-        factor: Number of entries that each entry represents, shape (entry,).
-        layer: Block of each entry, -1 if it belongs to none, shape (entry,).
-        n_layers: Number of blocks.
-        are_measured: Whether the terms are measured gradients; otherwise they are resampled from measured ones.
+    Each entry, of ``layer`` (-1 for none), represents ``factor`` entries; ``are_measured`` unless they were resampled.
     """
 
     values: Tensor
@@ -192,18 +175,10 @@ class Terms:
 
 
 class ShareGradients:
-    """Gradients of micro-batches, each the mean over its examples.
+    """Gradients of micro-batches of ``rows`` examples, float32, (micro-batch, entry), each a mean over its examples.
 
-    Args:
-        gradients: The gradients, float32, shape (micro-batch, entry).
-        rows: Number of examples in a micro-batch.
-        layout: Layout of the entries.
-
-    Attributes:
-        mean: Mean over micro-batches, float64, shape (entry,).
-        row_variance: Trace of the covariance of the gradient of one example.
-        squared_norm: Squared norm of the expected gradient, without the contribution of the sampling noise; at least 0.
-        mean_share: Factor that corrects the length of the measured mean for the sampling noise; 0 if it is only noise.
+    ``row_variance`` is the trace of the covariance for one example, ``squared_norm`` that of the expected gradient
+    without noise, and ``mean_share`` corrects the length of the measured mean (0 if it is only noise).
     """
 
     def __init__(self, gradients: Tensor, rows: int, layout: GradientLayout) -> None:
@@ -235,10 +210,9 @@ class ShareGradients:
     def terms(self, n_terms: int, rows: int, generator: torch.Generator) -> Terms:
         """Return gradients of ``n_terms`` shares of ``rows`` examples each.
 
-        If enough examples were measured, these are their gradients. Otherwise terms are resampled: each is the mean,
-        with its length corrected for the sampling noise (McCandlish et al. 2018, arXiv:1812.06162, Appendix A), plus
-        the deviation of a measured gradient drawn with replacement, scaled to the variance of ``rows`` examples. Each
-        term then has the magnitude, direction and noise of a term of the plan.
+        With too few measured examples, each is the mean, its length corrected for noise (McCandlish et al. 2018,
+        arXiv:1812.06162, Appendix A), plus a deviation drawn from the measured ones and scaled to the variance of
+        ``rows`` examples.
         """
         group, n = rows // self.rows, len(self.values)
         if rows % self.rows == 0 and n_terms * group <= n:
@@ -263,20 +237,10 @@ MAX_SHARES = 32
 class Finding:
     """The result of an emulation.
 
-    Attributes:
-        effect: The value that is compared with the limits of the hazard.
-        meaning: What it means for this plan, one sentence.
-        how: How it was emulated, one sentence.
-        n_trials: Number of emulations of which the effect is the mean.
-        relative_error: Norm of the change of the gradient (or update) over its norm; NaN if it does not apply.
-        error_over_noise: Norm of the change over the sampling noise of the plan's batch.
-        shrinkage: Fraction of the gradient (or update) that is missing along its own direction.
-        shrinkage_error: Standard error of the shrinkage between draws; 0 if nothing is drawn.
-        cosine: Cosine between the gradients with and without the effect.
-        layer_errors: Relative error in each block, shape (layer,).
-        growth: Number of terms -> relative error of their sum.
-        is_extrapolated: Whether the effect is extrapolated beyond the emulated number of terms.
-        remedy_value: Remedy instead of the usual one of the hazard; None uses the usual one.
+    ``effect`` is compared with the limits of the hazard, ``meaning`` and ``how`` are sentences on this plan. Errors are
+    those of the gradient (or update), NaN if they do not apply; the shrinkage is the fraction missing along it, with
+    its standard error between draws. ``growth`` maps numbers of terms to the error of their sum; ``remedy_value``
+    replaces the hazard's usual one.
     """
 
     effect: float
@@ -295,14 +259,7 @@ class Finding:
 
 
 class Emulation:
-    """A model, micro-batches for it, and the plan that is emulated.
-
-    Attributes:
-        rows: Examples in a micro-batch: as in the plan, or fewer if there are too few examples.
-        micro_batches: The batches split into micro-batches, at most 32.
-        known: Findings that several hazards share.
-        measured: Other measurements that several hazards share, by name.
-    """
+    """A model, its batches as at most 32 micro-batches, the emulated plan, and findings that hazards share."""
 
     def __init__(
         self, model: nn.Module, batches: Sequence[Batch], plan: AssessmentPlan, *, loss: Loss, seed: int

@@ -56,10 +56,7 @@ Pass = Callable[[WorkingCopy, Batch], list[Tensor]]
 
 
 def compute_rounding(emulation: Emulation) -> Finding:
-    """Measure the error of the gradient if the model is computed in the plan's format instead of float32.
-
-    With low-precision parameters the entire copy has that format; otherwise autocast selects the operations.
-    """
+    """Measure the error of the gradient if the model is computed in the plan's format instead of float32."""
     plan, kind = emulation.plan, emulation.plan.compute_dtype
     name = str(kind).removeprefix("torch.")
     is_cast = plan.hardware.weight_dtype != "float32"
@@ -212,11 +209,7 @@ def _send(model: nn.Module, site: Site, kind: torch.dtype) -> None:
 
 
 def _error_of_passes(emulation: Emulation, changed: WorkingCopy, run: Pass, *, what: str, how: str) -> Finding:
-    """Compare the gradients of a changed copy with those of an unchanged one, on a few micro-batches.
-
-    The error for the plan's batch has a part that is common to all micro-batches, and a part that averages out over
-    them; both are estimated from the measured micro-batches.
-    """
+    """Compare gradients of a changed and an unchanged copy on some micro-batches: common and averaging error."""
     unchanged, batches = emulation.copy(), emulation.micro_batches[:_N_BATCHES]
     layout = emulation.layout_of(unchanged, n_shares=2 * len(batches))
     found, exact = [], []

@@ -105,14 +105,10 @@ TAIL = 0.01
 
 @dataclass(frozen=True)
 class Magnitudes:
-    """Magnitudes of the numbers that would be stored in a low-precision format.
+    """Samples of magnitudes that would be stored in a low-precision format, float32, and the largest of all.
 
-    Attributes:
-        parameter_gradients: Sample of absolute values of nonzero entries of the gradients of parameters; float32.
-        state_gradients: The same of the gradients of module outputs, except those that backward hooks do not receive.
-        largest_gradient: Largest absolute value of all these gradients, not only of the sample.
-        largest_activation: Largest absolute value of all module outputs.
-        where: The module with this output.
+    ``state_gradients`` are those of module outputs, without those that backward hooks do not receive; ``where`` is the
+    module of the largest activation.
     """
 
     parameter_gradients: Tensor

@@ -47,11 +47,7 @@ def tree_sum(terms: Tensor, dtype: str) -> Tensor:
 
 
 def reduced(terms: Tensor, dtype: str, order: str) -> Tensor:
-    """Add terms over ranks as an all-reduce does.
-
-    A ring of up to 32 ranks is emulated chunk by chunk, each starting at another rank. With more ranks, all entries are
-    added like the first chunk, because the first rank does not matter for terms of the same distribution.
-    """
+    """Add terms over ranks as an all-reduce does; a ring of more than 32 adds all entries like the first chunk."""
     if len(terms) == 1:
         return terms[0].to(DTYPES[dtype]).float()
     if order == "tree":
@@ -149,10 +145,7 @@ def bucket_layout(emulation: Emulation) -> Finding:
 
 
 def plan_buckets(emulation: Emulation) -> list[list[int]]:
-    """Return the indices of the parameters in each bucket of the plan, from the last parameter to the first.
-
-    There are at least two buckets: a proxy of a larger model could fit into one, which would hide their effect.
-    """
+    """Return the parameters of each of the plan's buckets, from the last one; at least two, also of a small proxy."""
     hardware, sizes = emulation.plan.hardware, [parameter.numel() for parameter in emulation.copy().parameters]
     n_bytes = DTYPES[hardware.gradient_dtype].itemsize * sum(sizes)
     n_buckets = max(2, math.ceil(n_bytes / (hardware.bucket_mb * 2**20)))
@@ -160,11 +153,7 @@ def plan_buckets(emulation: Emulation) -> list[list[int]]:
 
 
 def scale_of(terms: Terms, dtype: str, loss_scale: str | float) -> float:
-    """Return the factor of gradients before they are added: 1 except for float16.
-
-    A dynamic scale is the largest power of two at which neither a term nor the sum overflows, which a scaler finds by
-    halving.
-    """
+    """Return the factor of gradients before they are added: 1, or float16's largest power of two without overflow."""
     if dtype != "float16":
         return 1.0
     if loss_scale != "dynamic":
@@ -253,10 +242,7 @@ def _error_of_sum(
 
 
 def as_shrinkage(finding: Finding) -> Finding:
-    """Return the finding with the missing or excess part along the gradient as its effect.
-
-    Three standard errors are subtracted, so that random differences between four draws rarely count as an effect.
-    """
+    """Return the finding with the part along the gradient as its effect, less three standard errors of its draws."""
     return replace(finding, effect=max(0.0, abs(finding.shrinkage) - 3 * finding.shrinkage_error))
 
 
@@ -285,11 +271,7 @@ def _origin(terms: Terms, emulation: Emulation) -> str:
 
 
 def accumulation_error(emulation: Emulation) -> Finding:
-    """Measure the rounding of the accumulation in the plan's format, relative to the sampling noise of the batch.
-
-    Each rank has its own buffer. The part of the error along the gradient is common to all ranks; the remaining part is
-    assumed to average out over them.
-    """
+    """Measure the rounding of accumulation in the plan's format, a buffer per rank, over the batch's noise."""
     hardware = emulation.plan.hardware
     return error_of_sum(
         emulation,

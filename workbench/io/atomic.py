@@ -107,10 +107,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _exchange(new: Path, old: Path) -> bool:
-    """Exchange two paths in one step, so that a killed process leaves one of them; return False if that is impossible.
-
-    Some file systems, such as those of networks, have no such operation.
-    """
+    """Exchange two paths in one step, safe against kills; return False where the file system cannot."""
     names, libc = (os.fsencode(new), os.fsencode(old)), ctypes.CDLL(None)
     if hasattr(libc, "renameat2"):  # of Linux; the numbers are AT_FDCWD and RENAME_EXCHANGE
         return libc.renameat2(-100, names[0], -100, names[1], 2) == 0

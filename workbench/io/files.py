@@ -28,12 +28,8 @@ _OF_CONTENT = (
 class FileKind:
     """What a file is expected to be, and how to read it without waiting, without end, and without another error.
 
-    Attributes:
-        what: Completes "is not", such as "a calibration of alarms".
-        remedy: What to do, in the imperative and without a period.
-        error: Class of the exception.
-        name: Name of the argument in the exception; empty for the name of the file.
-        most_bytes: Size of the largest such file.
+    ``what`` completes "is not", ``remedy`` says what to do, and ``name`` is the argument in the exception, by default
+    the file.
     """
 
     what: str

@@ -93,15 +93,10 @@ _BARE = [
 
 
 class LogRows:
-    """The numbers of a log, in the order written.
+    """The numbers of a log, in the order written: run or rank ("" for the first) -> metric -> rows and values.
 
-    Attributes:
-        runs: Name of a run or rank ("" for the only one, and for rank 0) -> name of a metric -> rows and values.
-        n_rows: Number of rows of all runs together.
-        units: Name of a metric -> what stands behind its numbers, such as "%".
-        not_numbers: Name of a column of a table -> line and content of its first cell that is no number.
-        remarks: Sentences on what could not be read.
-        likely: The line of text that looks most like a row.
+    ``n_rows`` counts all runs; ``units`` stand behind numbers, ``not_numbers`` has the first cell of a column that is
+    none, and ``likely`` the line that looks most like a row.
     """
 
     def __init__(self) -> None:

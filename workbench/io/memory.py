@@ -40,13 +40,10 @@ def require_memory(n_bytes: int) -> None:
 
 
 def give_back(n_bytes: int = _LARGE) -> None:
-    """Return freed memory to the system if the freed blocks are large.
+    """Return freed memory to the system, if many bytes were freed.
 
-    The allocator of Linux keeps blocks of up to 32 MB for the thread that freed them. If several threads in turn
-    allocate and free matrices of that size, it holds twice the memory in use.
-
-    Args:
-        n_bytes: Size of the freed blocks. Nothing is done for small ones, as the call takes milliseconds.
+    The allocator of Linux keeps blocks of up to 32 MB for the thread that freed them, which can double the memory in
+    use.
     """
     if n_bytes >= _LARGE:
         with suppress(OSError, AttributeError):  # another C library

@@ -80,12 +80,7 @@ def _has_dim(values: Any) -> bool:
 
 
 def events_part(present: Sequence[str] | None = None) -> Part:
-    """Return the declaration of the part ``events``.
-
-    Args:
-        present: Variables of the events in an existing store, which may lack ``layer`` and ``head``; None for a new
-            store.
-    """
+    """Return the declaration of the part ``events``, with the variables of an existing store or of a new one."""
     dtypes = {"kind": "str", "source": "str", "message": "str", "layer": "int64", "head": "int64"}
     names = ["kind", "source", "score", "message", "layer", "head"]
     places = ("layer", "head") if present is None else present

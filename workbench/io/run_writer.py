@@ -33,10 +33,7 @@ _BYTES_PER_CHUNK = 1 << 17
 
 
 class RunWriter:
-    """Writer that appends rows to the parts of a run in a Zarr store.
-
-    Appended rows become visible to readers with the next `commit`.
-    """
+    """Appends rows to the parts of a run in a Zarr store; readers see them with the next `commit`."""
 
     def __init__(self, path: str | os.PathLike[str], attrs: Mapping[str, Any], *, overwrite: bool = False) -> None:
         import zarr
@@ -54,12 +51,7 @@ class RunWriter:
 
     @classmethod
     def reopen(cls, path: str | os.PathLike[str], *, before_step: int) -> RunWriter:
-        """Continue a store, keeping the rows that were committed for steps before ``before_step``.
-
-        Args:
-            path: Path of a store written by this class.
-            before_step: Rows from this step on are dropped, because they will be recomputed.
-        """
+        """Continue a store; rows from step ``before_step`` on are dropped, because they will be recomputed."""
         from workbench.io.store import open_run
         from workbench.io.watched_store import WatchedStore
 
@@ -85,13 +77,7 @@ class RunWriter:
         return writer
 
     def append(self, part: str, rows: xr.Dataset) -> None:
-        """Add rows to a part of the run, along the dimension of its variable ``step``.
-
-        Args:
-            part: Name, such as ``monitors``; the first rows create the part.
-            rows: The same variables every time; variables without the dimension of steps are written only the first
-                time.
-        """
+        """Add rows to a part of the run along its steps; the first create it, always with the same variables."""
         from workbench.io.store import with_text
 
         (dim,) = map(str, rows["step"].dims)

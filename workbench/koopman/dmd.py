@@ -207,11 +207,10 @@ def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
 
 
 def _principal_directions(c_xx: Tensor, options: DmdOptions) -> tuple[Tensor, Tensor, float]:
-    """Compute the principal directions of the states in order of increasing variance.
+    """Compute the principal directions (all, or the leading ones of a rank), by increasing variance.
 
-    Returns:
-        basis (feature, k): all directions, those without variance first, or the leading ones if a rank is requested;
-        variance (m,) of its last m columns; the condition number of the covariance in these.
+    Returns the basis (feature, k), the variances (m,) of its last m columns, and the condition of the covariance in
+    these.
     """
     if options.rank is None or options.rank >= len(c_xx):
         variance, basis = torch.linalg.eigh(c_xx)

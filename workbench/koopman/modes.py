@@ -183,11 +183,7 @@ class _ConjugatePairs:
 
 
 def _condition(matrix: Tensor, inverse: Tensor) -> float:
-    """Compute |matrix| |inverse| in the spectral norm.
-
-    Lanczos iteration computes the two largest singular values to machine precision at a quarter of the compute cost of
-    a full singular value decomposition, which is used where SciPy is not installed.
-    """
+    """Compute |matrix| |inverse| in the spectral norm, by Lanczos iteration or, without SciPy, a full decomposition."""
     if len(matrix) < _SMALL or not bool(torch.isfinite(inverse).all()):
         singular = torch.linalg.svdvals(matrix)
         return float(singular[0] / singular[-1]) if float(singular[-1]) > 0 else float("inf")

@@ -197,12 +197,7 @@ class SnapshotSketch:
         return _Totals(total, mean_x, mean_d, total_x, total_d), x, d
 
     def _gathered(self, n_directions: int | None = None) -> _Moments:
-        """Reduce all snapshots to moments in the leading directions.
-
-        Args:
-            n_directions: Number of directions needed if no more snapshots follow; None is the number that the sketch
-                keeps.
-        """
+        """Reduce all snapshots to moments in leading directions, by default as many as the sketch keeps."""
         totals, x, d = self._centered()
         before = self._moments
         if self._rank is None:

@@ -156,10 +156,7 @@ def as_dataset(
     options: DmdOptions | None = None,
     attrs: dict[str, Any] | None = None,
 ) -> xr.Dataset:
-    """Combine the spectra of layers into one validated dataset, dims ``layer`` and ``mode``, padded with NaN.
-
-    ``attrs`` add provenance: subject, n_snapshots, token_selection, dtype, seed.
-    """
+    """Combine the spectra of layers into one validated dataset, padded with NaN; ``attrs`` add provenance."""
     import xarray as xr
 
     thresholds, options = thresholds or Thresholds(), options or DmdOptions()
@@ -255,10 +252,7 @@ def whitened_dmd(
 
 
 def warn_if_rank_deficient(layers: Sequence[LayerSpectrum], moments: Sequence[Any], options: DmdOptions | None) -> None:
-    """Issue one warning if layers have fewer modes than requested, because their states span fewer directions.
-
-    One missing direction is expected with many snapshots, because states after a LayerNorm lie on a hyperplane.
-    """
+    """Warn once of layers with fewer modes than requested; one missing is expected, as after a LayerNorm."""
     width = moments[0].n_features
     expected = min(width, options.rank) if options and options.rank else width
     short = []
@@ -279,10 +273,7 @@ def warn_if_rank_deficient(layers: Sequence[LayerSpectrum], moments: Sequence[An
 
 @contextmanager
 def _single_threaded_workers(n_workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool whose threads use one BLAS thread each; the settings of the caller are restored afterwards.
-
-    After an error or an interrupt the pool does not wait for layers in progress, which may take minutes.
-    """
+    """Yield a pool whose threads use one BLAS thread each; after an error it does not wait for layers in progress."""
     before = torch.get_num_threads()
     pool = ThreadPoolExecutor(n_workers, initializer=torch.set_num_threads, initargs=(1,))
     try:

@@ -39,11 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightRecipe:
-    """Recipe to read the current weight of each head at any time, without a forward pass.
-
-    If ``is_module``, parameter and bias are the path of a module, such as an adapter that is not merged. Its matrix is
-    computed by running it on the unit vectors.
-    """
+    """Recipe to read the current weight of each head without a forward pass; a module is run on the unit vectors."""
 
     parameter: str  # path of the parameter in the model
     axis: int  # axis of the parameter that counts outputs
@@ -372,11 +368,9 @@ _LENGTHS = (11, 13, 7, 17, 19)
 
 
 def probe_inputs(model: nn.Module, inputs: Any, layout: BatchLayout = BATCH_FIRST) -> Any:
-    """Return inputs like the given ones, with twelve different examples; the same ones in every call.
+    """Return twelve different examples like the given inputs, the same ones in every call.
 
-    Token ids are drawn from those given. Their length divides no dimension of the model's weights, so that shapes are
-    unambiguous. Masks become ones. Other tensors are repeated with 10 % noise. Inputs whose axis of sequences is
-    unknown are returned unchanged.
+    Their length divides no dimension of the model's weights, so that shapes are unambiguous.
     """
     generator = torch.Generator().manual_seed(0)
     sizes = {size for p in model.parameters() for size in p.shape}

@@ -47,11 +47,7 @@ class Batches:
 
     @classmethod
     def of(cls, inputs: Any, subject: Subject | None = None, *, n_tokens: int = TOKENS_OF_A_TASK) -> Batches:
-        """Create batches from a tensor, array, mapping, tuple of arguments, text, an iterable of these, or a task.
-
-        Token ids may be of any integer type, in tensors, NumPy arrays or lists. Ids of a single sequence, shape
-        (token,), are a batch of one. A task provides its held-out inputs, with ``n_tokens`` token states.
-        """
+        """Create batches from a tensor, array, mapping, tuple, text, an iterable of these, or a task."""
         inputs = inputs_of(inputs, n_tokens)
         if (texts := _texts(inputs)) is not None:
             if subject is None:
@@ -123,11 +119,7 @@ def _empty(found: str = "") -> SnapshotError:
 
 
 def as_batch(inputs: Any) -> Any:
-    """Return one batch (tensor or array, keyword arguments, or positional ones) in the form that a model accepts.
-
-    Arrays become tensors, integers int64, and the ids of one sequence a batch of one; other values are unchanged.
-    Tensors that no model accepts raise SnapshotError.
-    """
+    """Return one batch as a model accepts it (arrays as tensors, integers int64), or raise SnapshotError."""
     return with_values(inputs, _as_tensor)
 
 
@@ -288,11 +280,7 @@ _PADDING_MASKS = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_m
 
 @dataclass
 class TokenSelection:
-    """Selection of token states, the same in every layer.
-
-    Padding (0 in an ``attention_mask``, True in PyTorch's ``src_key_padding_mask``) is never chosen. If the number of
-    sequences is known, the states are drawn at random from all of them; from an iterator they are taken in order.
-    """
+    """Selection of token states, the same in every layer, without padding; at random if the number is known."""
 
     n_snapshots: int | None  # number of states to choose in total; None for all
     #: Number of leading tokens of each sequence to leave out, because the first often carries massive activations. For

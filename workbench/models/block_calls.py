@@ -57,11 +57,7 @@ class Call:
 def record_calls(
     model: nn.Module, inputs: Any, *, everything: bool = False, keep: Collection[nn.Module] = ()
 ) -> list[Call]:
-    """Run a model and return every call of a module that could be a block, in the order in which they began.
-
-    If ``everything``, calls of all modules are recorded, including the model itself and its leaves. The values of the
-    states are kept too, on the host, for the modules in ``keep``.
-    """
+    """Run a model and return the calls of possible blocks or ``everything``, with states for modules in ``keep``."""
 
     def could_be_block(module: nn.Module) -> bool:
         is_torch = type(module).__module__.startswith("torch.nn.modules")

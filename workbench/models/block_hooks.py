@@ -17,15 +17,7 @@ from workbench.models.probing import HookRequest, watch
 
 @dataclass(frozen=True)
 class BlockCall:
-    """One call of a block, as a hook sees it.
-
-    Attributes:
-        layer: Index of the site.
-        site: Site of the call.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        output: Output of the block; None before it has run.
-    """
+    """One call of a block, as a hook sees it; the output is None before it has run."""
 
     layer: int
     site: Site
@@ -94,12 +86,7 @@ class BlockHooks:
         return tuple(part for part in inside if part not in self.blocks)
 
     def hooks(self, acting: Callable[[], BlockHooks] | None = None) -> list[HookRequest]:
-        """Return the hooks, which `watch` attaches.
-
-        Args:
-            acting: Function that returns the object that handles a call, for passes that take turns; None uses this
-                object.
-        """
+        """Return the hooks that `watch` attaches; ``acting`` returns the object that handles a call."""
 
         def of(name: str) -> Callable[..., Any]:
             return getattr(self, name) if acting is None else lambda *call: getattr(acting(), name)(*call)

@@ -25,10 +25,7 @@ def unwrap(model: Subject | nn.Module) -> nn.Module:
 
 
 def runnable(model: Subject | nn.Module) -> nn.Module:
-    """Return the module to call: unwrapped, and taken out of modules without forward, such as a LightningModule.
-
-    Such a module must contain exactly one part with parameters; otherwise AnatomyError is raised.
-    """
+    """Return the module to call: unwrapped, and taken out of modules without forward, such as a LightningModule."""
     module = unwrap(model)
     if not isinstance(module, nn.Module) or has_forward(module):
         return module
@@ -67,11 +64,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def entrances(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that a training loop may call to run the full model, outermost first.
-
-    Each contains every trainable parameter. A LightningModule, for example, often only wraps the model that its
-    training step calls.
-    """
+    """Return the modules that a loop may call to run the full model, outermost first."""
     chain, weights = [model], {id(p) for p in model.parameters() if p.requires_grad}
     while True:
         inner = [m for m in chain[-1].children() if weights <= {id(p) for p in m.parameters()}]
@@ -92,10 +85,9 @@ def innermost(optimizer: Any) -> torch.optim.Optimizer:
 def acting_on_gradients(
     optimizer: torch.optim.Optimizer, args: tuple, kwargs: Mapping[str, Any], act: Callable[[Any], None]
 ) -> tuple[tuple, dict[str, Any]] | None:
-    """Run an action between the computation of gradients and the update, from a pre-hook of the optimizer's step.
+    """Run an action between gradients and update, from a pre-hook of the optimizer's step, whose result is returned.
 
-    If a closure computes the gradients, as in Lightning, the action runs after the closure, with its return value each
-    time; otherwise once with None. Return the new arguments of the step for the hook to return, or None.
+    With a closure, as in Lightning, it runs after each call of the closure, with its value; otherwise once with None.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -192,10 +184,7 @@ def tensors_of(batch: Any) -> list[tuple[Any, Tensor]]:
 
 
 def with_values(batch: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Return a batch of which a function of value and name has changed each value.
-
-    The name is that of a keyword argument, None for a positional one, "" for inputs that are a single tensor.
-    """
+    """Return a batch whose values a function of value and name (None by position, "" of one tensor) changed."""
     if isinstance(batch, Mapping):
         return {name: change(value, name) for name, value in batch.items()}
     return tuple(change(value, None) for value in batch) if isinstance(batch, tuple | list) else change(batch, "")
@@ -296,11 +285,7 @@ _LENGTHS = (
 
 
 def reason_for(model: nn.Module, inputs: Any, error: Exception) -> str:
-    """Explain in one sentence why a model could not run: what was given, what the model expects, and what to do.
-
-    The model has failed already; this function searches for the most probable cause: tokens of a wrong type, outside
-    the vocabulary or too many, or images of a wrong shape. If none applies, the sentence quotes the model's own error.
-    """
+    """Explain in one sentence why a model could not run: what was given, what it expects, and what to do."""
     name = type(model).__name__
     if isinstance(error, torch.OutOfMemoryError):
         return f"{name} ran out of memory on {_described(inputs)}; pass fewer or shorter sequences."

@@ -123,10 +123,7 @@ def require_reached(anatomy: Anatomy, layers: Sequence[int]) -> None:
 
 
 def require_finite(anatomy: Anatomy, are_finite: Mapping[int, Tensor]) -> None:
-    """Raise SnapshotError for the first layer with values that are not finite, in the order in which the stream passes.
-
-    The host waits for the device once for all layers.
-    """
+    """Raise SnapshotError for the first layer with values that are not finite, after one wait for all layers."""
     numbers = read_numbers(list(are_finite.values()))
     for layer, is_finite in zip(are_finite, numbers, strict=True):
         if not is_finite:
@@ -135,10 +132,7 @@ def require_finite(anatomy: Anatomy, are_finite: Mapping[int, Tensor]) -> None:
 
 @contextmanager
 def without_head(model: nn.Module, anatomy: Anatomy) -> Iterator[None]:
-    """Replace the output of the language-model head by zeros without memory once all blocks have run.
-
-    A head that the model calls between blocks, to decide whether to continue, is kept.
-    """
+    """Replace the output of the language-model head by zeros without memory, unless it is called between blocks."""
     head = head_of(model, anatomy)
     if head is None or "forward" in vars(head):
         yield
@@ -189,7 +183,7 @@ def moments_for(
     """Create the moments that collect the states of one layer; a sketch if those would be large and not all needed."""
     width = states.shape[-1]
     if not is_sketched(width, options.rank, n_snapshots):
-        return empty_moments(anatomy, layer, states)
+        return SnapshotMoments(states.shape[-1], device=states.device, name=_name_of(anatomy, layer))
     name = _name_of(anatomy, layer)
     return SnapshotSketch(width, rank=options.rank, seed=options.seed, device=states.device, name=name)
 
@@ -200,21 +194,12 @@ def is_sketched(width: int, rank: int | None, n_snapshots: int | None) -> bool:
     return width > _NARROW and (is_few or (rank is not None and OVERSAMPLING * rank < width))
 
 
-def empty_moments(anatomy: Anatomy, layer: int, states: Tensor) -> SnapshotMoments:
-    """Create moments for the states of one layer, on their device (on the host where that has no float64)."""
-    return SnapshotMoments(states.shape[-1], device=states.device, name=_name_of(anatomy, layer))
-
-
 def _name_of(anatomy: Anatomy, layer: int) -> str:
     return f"layer {layer} ({anatomy.sites[layer].name})"
 
 
 class StreamWatcher(BlockHooks):
-    """Hooks that pass the chosen states that enter and leave each block to a function.
-
-    The function receives the layer and the states entering and leaving it, each of shape (snapshot, feature). They
-    remain part of the autograd graph of the forward pass, if there is one.
-    """
+    """Hooks that pass layer and the chosen states entering and leaving it, (snapshot, feature), with their graph."""
 
     def __init__(
         self,
@@ -270,22 +255,14 @@ _FOLDER = "unfinished-profiles"
 
 
 class ProfileJournal:
-    """Finished layers of one profile, and the states that enter the first unfinished layer.
-
-    They are kept in a folder of the cache until the profile is complete; without a folder nothing is kept. The folder's
-    name is a digest of everything that the result depends on.
-    """
+    """Finished layers of one profile, and the states that enter the next, kept in the cache until it is complete."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
 
     @classmethod
     def of(cls, *parts: Any) -> ProfileJournal:
-        """Return the journal of a profile, identified by everything that its result depends on.
-
-        Parts are texts, numbers, tensors, and containers of these. With other objects, such as iterators, which cannot
-        be recognized in another process, nothing is kept.
-        """
+        """Return the journal of a profile by everything its result depends on; for iterators, nothing is kept."""
         digest = hashlib.blake2b(digest_size=16)
         if not _add(digest, parts):
             return cls(None)
@@ -394,10 +371,7 @@ class FoundLayer:
 
 
 class LayerResults:
-    """Collects moments and decomposes them when they are many or large.
-
-    Each result is written to the journal at once, if there is one; then ``after_layer`` is called.
-    """
+    """Collects moments and decomposes them when they are many or large; results enter the journal at once."""
 
     def __init__(
         self,

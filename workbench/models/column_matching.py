@@ -93,10 +93,7 @@ def first_token_columns(heads: Tensor, n_batch: int, n_tokens: int) -> Tensor | 
 def find_columns(
     target: Tensor, sources: Sequence[ColumnSource], norms: Sequence[Normalization], n_batch: int, n_tokens: int
 ) -> Columns | str:
-    """Return the origin of every column of a target (example, column), or a clause that states why not all were found.
-
-    One of the norms may lie between a linear map and the target, or between two maps.
-    """
+    """Return the origin of every column of a target (example, column), or a clause why not all were found."""
     distinct: list[ColumnSource] = []
     for each in sources:  # without repeated applications of the same weight with the same output
         same = (k for k in distinct if k.weight == each.weight is not None and k.columns.shape == each.columns.shape)
@@ -170,10 +167,7 @@ def _at_first_token(tensor: Tensor, n_batch: int, n_tokens: int) -> Tensor | Non
 
 
 def _match(target: Tensor, sources: Sequence[Tensor], *, exactly: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Return source, column and factor of each target column, first by equal values, then by proportional ones.
-
-    The source is -1 where none matches, and -2 where several match.
-    """
+    """Return source (-1 for none, -2 for several), column and factor of each target column."""
     table: dict[bytes, list[tuple[int, int]]] = defaultdict(list)
     for number, source in enumerate(sources):
         for column, values in enumerate(source.T.contiguous().numpy()):
@@ -219,10 +213,7 @@ def _match_proportional(
 
 
 def _norm_step(norm: Normalization, into: Tensor, out: Tensor) -> NormStep | None:
-    """Determine the kind of a norm from input and output; None if unknown.
-
-    It must be out = factor(token) * gain * (in [- mean]) + bias with factor > 0.
-    """
+    """Determine the kind of a norm out = factor(token) gain (in [- mean]) + bias from its values; None if unknown."""
     n_columns, size = into.shape[1], norm.into.shape[-1]
     if n_columns % size:
         return None

@@ -103,10 +103,7 @@ def distributed_state(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _parts_state(folder: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of safetensors files of several ranks, each assembled from its parts when it is read.
-
-    The files do not state the number of ranks: if that of the last rank is missing, its tensors are too short.
-    """
+    """Return the tensors of safetensors files of several ranks, each assembled from its parts when it is read."""
     boxes: dict[str, dict[tuple[int, ...], _Box]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for file in part_files(folder):

@@ -97,11 +97,7 @@ def merged(
 
 
 def kind_of_matrix(module: nn.Module, names: Mapping[str, str]) -> Callable[[str], bool | None]:
-    """Return a function from the name of a matrix to whether it has shape (inputs, outputs); None if it is neither.
-
-    The answer follows from the class of the module that holds the matrix. ``names`` maps the names of tensors without
-    wrappers to those in the model.
-    """
+    """Return a function from a matrix's name to whether it is (inputs, outputs), by its module; None if neither."""
     modules = dict(module.named_modules())
 
     def transposed(target: str) -> bool | None:

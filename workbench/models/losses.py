@@ -25,10 +25,7 @@ _N_FAST = 2**16
 
 
 def prediction_of(output: Any) -> Any:
-    """Return the part of an output from which a loss is computed: a tensor itself, or the logits.
-
-    An output without logits is returned unchanged.
-    """
+    """Return the part of an output from which a loss is computed: a tensor itself, or the logits, if there are any."""
     if isinstance(output, Tensor):
         return output
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)

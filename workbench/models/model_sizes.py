@@ -44,10 +44,7 @@ class ModelSizes:
     patch_size: int | None = None  # side length, in pixels
 
     def supports_tensor_parallel(self, n: PositiveInt) -> bool:
-        """Return whether every matrix can be split over ``n`` devices, each with complete heads.
-
-        If there are fewer key-value heads than devices, they are copied; one number must divide the other.
-        """
+        """Return whether every matrix can be split over ``n`` devices, each with complete heads."""
         if self.n_heads is not None and self.n_heads % n:
             return False
         if self.n_kv_heads is not None and self.n_kv_heads % n and n % self.n_kv_heads:

@@ -176,10 +176,7 @@ class _Loader:
         )
 
     def _load(self, cls: Any, *, plain: bool, without_memory: bool) -> tuple[nn.Module, Misfit]:
-        """Load the model with transformers; ``plain`` uses tensor names without wrappers.
-
-        ``without_memory`` leaves it on the meta device, where only the fit is needed.
-        """
+        """Load the model with transformers, with ``plain`` tensor names; ``without_memory`` on the meta device."""
         import transformers
 
         options = {**self.options, "config": self.config, "ignore_mismatched_sizes": True, "output_loading_info": True}

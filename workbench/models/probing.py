@@ -220,11 +220,7 @@ def undisturbed(model: nn.Module) -> Iterator[Effects]:
 
 
 class RepeatedPasses:
-    """Passes of one model in every step of its training, undisturbed at a lower cost.
-
-    Most models keep no state in a pass. Once a pass has changed nothing, only one of a hundred passes is guarded, which
-    takes several times as long as the pass itself.
-    """
+    """Undisturbed passes of one model in training; once a pass changed nothing, one in a hundred is guarded."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self._options = model, family_options(model)
@@ -289,10 +285,7 @@ def _set_modes(modules: Iterable[nn.Module], *, is_training: bool) -> None:
 
 @contextmanager
 def without_own_hooks(model: nn.Module) -> Iterator[None]:
-    """Leave out the hooks that are defined outside of installed packages, which are meant for the passes of a training.
-
-    Hooks of libraries may be a part of the model, as those that gather its shards or compute its weights.
-    """
+    """Leave out the hooks that are defined outside of installed packages, which are meant for training."""
     before = []
     for module in model.modules():
         tables: list[dict[int, Any]] = [module.__dict__.get(name) or {} for name in _HOOKS]
@@ -374,10 +367,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @contextmanager
 def _restored_attributes(model: nn.Module, effects: Effects) -> Iterator[list[Tensor]]:
-    """Restore attributes, hooks, children, the identity of buffers, and what the model's code refers to.
-
-    Yield tensors that are neither parameters nor buffers, whose values are not restored.
-    """
+    """Restore attributes, hooks, children, buffers and what code refers to; yield tensors whose values are not."""
     before = [
         (
             module,

@@ -25,11 +25,7 @@ _PIECE = 2**17
 
 
 def in_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield flat pieces of tensors of one shape where that is faster, for sums that need copies of their terms.
-
-    On a CPU, allocating megabytes takes longer than the sums themselves. Tensors that are small, not contiguous, or not
-    on the CPU are yielded unchanged.
-    """
+    """Yield flat pieces of tensors of one shape for sums that need copies; on a CPU these cost more than the sums."""
     first = tensors[0]
     are_contiguous = all(type(each) in (Tensor, nn.Parameter) and each.is_contiguous() for each in tensors)
     if first.numel() <= _PIECE or first.device.type != "cpu" or not are_contiguous:
@@ -44,23 +40,12 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the values of small tensors on the host as float64 arrays of their shapes, with one transfer per device.
-
-    Dtypes must be real; no value of a dtype used in training is rounded.
-    """
+    """Return small real tensors on the host as float64 arrays of their shapes, with one transfer per device."""
     return send_arrays(tensors)()
 
 
 def send_arrays(tensors: Sequence[Tensor], *, waits: bool = True) -> Callable[[], list[np.ndarray]]:
-    """Begin to copy the values of small tensors to the host, with one transfer per device.
-
-    Args:
-        tensors: Tensors of real dtypes.
-        waits: Whether the host waits for the values here; otherwise it does where they are read.
-
-    Returns:
-        A function that returns them as `read_arrays` does, in any thread.
-    """
+    """Begin to copy small real tensors to the host; return a function, for any thread, that reads them."""
     found: list[np.ndarray] = [np.zeros(0)] * len(tensors)
     places: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -112,10 +97,7 @@ def read_numbers(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def read_parameter(model: Any, name: str) -> Tensor:
-    """Return the full value of a parameter without gradient, by its path as it is within `readable`.
-
-    It is computed where it is parametrized. In place of a module there may be an object with ``get_parameter``.
-    """
+    """Return the full value of a parameter (or of an object with ``get_parameter``) by its path within `readable`."""
     if not isinstance(model, nn.Module):
         return model.get_parameter(name).detach()
     path, _, attribute = name.rpartition(".")
@@ -141,11 +123,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def readable(model: nn.Module) -> Iterator[None]:
-    """Replace all weights of a model by ordinary parameters, so that a forward pass shows which of them it uses.
-
-    Parametrized weights become parameters with their current values, and sharded ones are gathered. All are restored
-    afterwards.
-    """
+    """Replace all weights by ordinary full parameters, so that a pass shows which it uses; then restore them."""
     with ExitStack() as stack:
         stack.enter_context(gathered(model))
         for module in [m for m in model.modules() if parametrize.is_parametrized(m)]:

@@ -163,10 +163,7 @@ def states_of(
     change: Callable[[Tensor], Tensor] | None = None,
     *contexts: AbstractContextManager[Any],
 ) -> list[Tensor]:
-    """Return the states that enter and leave each block in one pass, alternately, on the host.
-
-    ``change`` maps the state that enters the first block to the one that enters in its place.
-    """
+    """Return the states entering and leaving each block, on the host; ``change`` maps the first block's input."""
     found: list[Tensor] = []
 
     def keep(state: Tensor) -> None:

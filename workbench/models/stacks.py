@@ -111,10 +111,7 @@ class Candidate:
 
     @property
     def streams(self) -> list[tuple[int, ...]]:
-        """Shapes of the states that most blocks change and pass on together.
-
-        Not all blocks need to do so: the last block of a model with two streams often returns only one of them.
-        """
+        """Shapes of the states that most blocks change and pass on; the last block often returns only one of two."""
         found = []
         for before, after in pairwise(self.calls):
             taken = {state.fingerprint for state in after.inputs}
@@ -348,10 +345,7 @@ def fraction_of_repeated(model: nn.Module, modules: Iterable[nn.Module]) -> floa
 
 
 def stream_axis_of(name: str, shape: tuple[int, ...], inputs: Any, stream: int) -> int:
-    """Return the axis that counts streams in states with one more axis than (batch, token, feature).
-
-    Hyper-connections have such states. AnatomyError is raised if not exactly one axis fits, or it has fewer streams.
-    """
+    """Return the axis that counts streams, as of hyper-connections; AnatomyError if not exactly one axis fits."""
     tokens = _token_shape(inputs)
     fitting = [a for a in range(len(shape) - 1) if len(shape) == 4 and (*shape[:a], *shape[a + 1 : -1]) == tokens]
     if len(fitting) != 1 or stream >= shape[fitting[0]]:
@@ -418,11 +412,7 @@ def feature_axis_of(
 
 
 def _axis_by_layers(shape: tuple[int, ...], modules: Sequence[nn.Module], calls: Sequence[Call]) -> int | None:
-    """Return the feature axis according to the layers inside the blocks; None if they do not agree on one.
-
-    Layers that receive the state itself decide; if there are none, those that receive a tensor of its shape. For states
-    of three axes only the former count: with as many tokens as features, a transposed state has the same shape.
-    """
+    """Return the feature axis according to the layers inside the blocks; None if they do not agree on one."""
     parts = {part for module in modules for part in module.modules()}
     states = {s.fingerprint for call in calls if call.module in modules for s in call.inputs if s.shape == shape}
     of_state: set[int] = set()
@@ -439,10 +429,7 @@ def _axis_by_layers(shape: tuple[int, ...], modules: Sequence[nn.Module], calls:
 
 
 def _axis_taken_by(module: nn.Module, shape: tuple[int, ...]) -> int | None:
-    """Return the axis of a tensor that a layer of torch treats as features; None if it is no such layer.
-
-    For norms over the last axis only torch's own classes count, because subclasses for images transpose the axes.
-    """
+    """Return the axis of a tensor that a layer of torch (for norms, only torch's own) treats as features, or None."""
     if isinstance(module, nn.Linear):
         return -1 if module.in_features == shape[-1] else None
     if type(module) in (nn.LayerNorm, nn.RMSNorm):

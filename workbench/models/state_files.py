@@ -90,10 +90,7 @@ class Placeholder(metaclass=_Kind):
 
 
 def placeholders(path: Path) -> list[Callable[..., Any] | tuple[Callable[..., Any], str]]:
-    """Return placeholders for the names in a pickle that torch does not know, in the form for ``safe_globals``.
-
-    In files that are not of ``torch.save``, and in those of torch before 1.6, nothing is replaced.
-    """
+    """Return placeholders for the names in a pickle that torch does not know, in the form for ``safe_globals``."""
     try:
         if not zipfile.is_zipfile(path):
             return []
@@ -109,10 +106,7 @@ def placeholders(path: Path) -> list[Callable[..., Any] | tuple[Callable[..., An
 
 
 def _only_holds_values(name: str) -> bool:
-    """Return whether calling this name only creates an object from values.
-
-    In third-party packages other than numpy this is assumed of every class, and of nothing else.
-    """
+    """Return whether calling this name only creates an object from values, as every third-party class is assumed to."""
     module, _, last = name.rpartition(".")
     if module.partition(".")[0] == "numpy":
         return last in _OF_NUMPY
@@ -163,11 +157,7 @@ def require_files(folder: Path) -> None:
 
 
 def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str, Tensor]:
-    """Read the tensors of a ``.safetensors`` file or of a pickle without running code.
-
-    A pickle may hold them under the keys `WEIGHT_KEYS`, alongside other objects such as an optimizer, which are left
-    out. With ``mmap`` its tensors are views of the file, where the format allows that.
-    """
+    """Read the tensors of a ``.safetensors`` file, or of a pickle under `WEIGHT_KEYS`, without running code."""
     path = as_path(path)
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
@@ -235,10 +225,7 @@ def check_safetensors(path: Path) -> None:
 
 
 def safetensors_state(path: Path) -> dict[str, LazyTensor]:
-    """Return the tensors of a ``.safetensors`` file by name without reading their values.
-
-    Each tensor is mapped by itself when it is read, because a file that is larger than the memory may not be mapped.
-    """
+    """Return the tensors of a ``.safetensors`` file, each mapped when it is read, as files may exceed the memory."""
     from safetensors.torch import _TYPES
 
     check_safetensors(path)
@@ -402,11 +389,7 @@ def shapes_differ(found: Collection[int], expected: Collection[int]) -> str:
 
 
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Return name -> name without the prefixes that torch.compile and data parallelism add.
-
-    A wrapper adds its prefix to every name below it; a prefix that only some names have is kept. Names are unchanged if
-    nothing is wrapped or two of them would become equal.
-    """
+    """Return name -> name without prefixes of torch.compile and data parallelism that all names below have."""
     names = list(names)
     plain = dict(zip(names, names, strict=True))
     while (shorter := _without_one_wrapper(list(plain.values()))) is not None:
@@ -453,10 +436,7 @@ def load_state(
 def matched_state(
     module: nn.Module, state: Mapping[str, Tensor | LazyTensor], name: str, *, remedy: str, strict: bool = True
 ) -> tuple[dict[str, Tensor | LazyTensor], Misfit]:
-    """Return the tensors of a state dict that fit a module, by their names in the module, and those that do not fit.
-
-    The arguments and the error are those of `load_state`; the weights of the module may be on the meta device.
-    """
+    """Return the tensors that fit a module, by their names in it, and those that do not; see `load_state`."""
     own = module.state_dict(keep_vars=True)
     misfit = _compare(own, state)
     if misfit:

@@ -173,11 +173,7 @@ class _Lockstep:
         self._current = threading.local()  # `one` is the pass of the thread
 
     def run(self, first: int = 0, outputs: Sequence[Any] = (), inputs: Sequence[bytes] = ()) -> None:
-        """Run all batches through the model from a given layer on.
-
-        Earlier layers return the outputs of the last of them, one per batch. _OtherStatesError is raised if the inputs
-        of the first layer do not have the digests in the journal.
-        """
+        """Run all batches from a layer on; earlier ones return given outputs. _OtherStatesError for other digests."""
         self._first = first
         self._selection.begin(self._batches)
         hooks = unknown_block_hooks(self._model, self._anatomy)
@@ -252,11 +248,7 @@ class _Lockstep:
             self._reach_first_layer(self._passes)
 
     def _reach_first_layer(self, passes: Sequence[_Pass]) -> None:
-        """Run each part ahead of the first layer for all passes that wait before it, and choose the tokens.
-
-        Tokens are chosen before the first block runs, so that no more batches are read than are needed; passes that
-        turn out not to be needed end.
-        """
+        """Run each part ahead of the first layer for all passes, and choose the tokens; passes not needed end."""
         while waiting := [one for one in passes if one.part is not None]:
             part = waiting[0].part
             assert part is not None
@@ -368,11 +360,7 @@ class _LastWatcher(StreamWatcher):
 
 
 def _is_cache_idle(config: Any) -> bool:
-    """Return whether the cache of keys and values, which would keep those of every layer, is not needed in one pass.
-
-    With a cache, recurrent layers compute differently, with other rounding errors, and layers that share keys and
-    values may read them from it.
-    """
+    """Return whether the cache of keys and values, which would keep those of every layer, is not needed in one pass."""
     options = vars(config)
     is_recurrent = any(name.startswith(_RECURRENT) for name in options)
     is_recurrent |= not {*(options.get("layer_types") or ())} <= _WITH_KEYS

@@ -105,11 +105,7 @@ class StreamedWeights:
 
     @contextmanager
     def sharing_weights(self) -> Iterator[None]:
-        """Run all blocks of one kind with the weights of the first of them within a context.
-
-        The outputs of the model are then meaningless, but the flow of states between modules is the same, and only one
-        block has to be read.
-        """
+        """Run all blocks of a kind with the first one's weights, the only ones read; only the flow of states holds."""
         self._shared = {}
         try:
             yield
@@ -235,11 +231,7 @@ def require_in_memory(model: nn.Module, what: str) -> None:
 
 
 def _parts_of(model: nn.Module) -> tuple[dict[nn.Module, list[Key]], set[nn.Module]]:
-    """Return the modules that are filled while they run, each with its weights, and the container members among them.
-
-    Members of a container are filled together with their submodules; other modules are filled with their own weights.
-    Weights of a container itself, which is never called, belong to the module that holds it.
-    """
+    """Return the modules that are filled while they run with their weights, and the container members among them."""
     parts: dict[nn.Module, list[Key]] = {}
     members: set[nn.Module] = set()
 
@@ -292,11 +284,7 @@ class StreamingChoice:
         return cls(streaming, place)
 
     def is_streamed(self, n_bytes: int, *, why_not: str = "", is_strict: bool = True) -> bool:
-        """Return whether weights of a size in bytes stay on disk, or raise CheckpointError if they should but cannot.
-
-        ``why_not`` is a clause that says why they cannot. Weights that do not fit cannot either, unless that is an
-        error.
-        """
+        """Return whether weights stay on disk, or raise CheckpointError if they should but cannot, for ``why_not``."""
         why_not = why_not or ("" if is_strict else "with strict=False, missing weights are initialized in memory")
         if self.streaming is True and why_not:
             raise CheckpointError(
@@ -314,10 +302,7 @@ class StreamingChoice:
 def stream_pretrained(
     model: nn.Module, state: Mapping[str, LazyTensor], path: Path, device: torch.device | str
 ) -> StreamedWeights:
-    """Return the streamed weights of a transformers model on the meta device, as ``from_pretrained`` creates it.
-
-    Tensors, given by their names in the files, are renamed, merged and split as transformers does when it loads them.
-    """
+    """Return the streamed weights of a transformers model on the meta device, converted as transformers does."""
     _fill_computed_buffers(model, state)
     return _streamed(model, _Converter(model, state, set(weight_names(model).values())), path, device)
 
@@ -325,10 +310,7 @@ def stream_pretrained(
 def stream_module(
     model: nn.Module, state: Mapping[str, LazyTensor], path: Path, device: torch.device | str
 ) -> StreamedWeights:
-    """Move a model to the meta device and return its streamed weights, read from tensors of the same names.
-
-    The tensors fit the model; parameters that the checkpoint lacks are not changed.
-    """
+    """Move a model to the meta device and return its streamed weights; parameters without a tensor are not changed."""
     empty: dict[int, Tensor] = {}
     sources = dict(zip(state, state, strict=True))
     alias = {id(tensor): name for name, tensor in _named_tensors(model) if name in state}

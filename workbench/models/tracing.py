@@ -132,10 +132,7 @@ class BlockTrace:
 def trace_blocks(
     model: nn.Module, inputs: Any, anatomy: Anatomy, analyze: Callable[[int, Site, BlockTrace], Finding]
 ) -> list[Finding]:
-    """Run the model once and return what ``analyze`` finds in each block, in the order of the sites.
-
-    A block is analyzed when it has finished, so that only one trace is in memory at a time.
-    """
+    """Run the model once and return what ``analyze`` finds in each block as it finishes, one trace at a time."""
     findings: dict[int, Finding] = {}
     recorder = _Recorder(model)
 

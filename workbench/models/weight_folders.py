@@ -48,10 +48,7 @@ _STATES = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 
 
 def own_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint in the output folder of a Trainer; the folder itself if it is a checkpoint or has none.
-
-    Of several checkpoints none is preferred silently.
-    """
+    """Return the only checkpoint in a Trainer's output folder; the folder itself if it is or has none."""
     if (folder / "config.json").exists() or has_weights(folder) or is_adapter(folder):
         return folder
     found = {
@@ -87,10 +84,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def is_without_architecture(folder: Path, *, has_module: bool = False) -> bool:
-    """Return whether a folder contains weights but no configuration from which transformers or the zoo builds a model.
-
-    If the module of the weights is known, a config.json with custom options does not count as such a configuration.
-    """
+    """Return whether a folder has weights but no configuration from which transformers or the zoo builds a model."""
     if not (folder / "config.json").exists():
         return has_weights(folder)
     config = _options(folder)
@@ -203,11 +197,7 @@ class FolderWeights:
 
 
 def folder_weights(folder: Path, *, is_fetched: bool = True) -> FolderWeights | None:
-    """Return the weights of a Hugging Face folder; None if there are none.
-
-    They are in the files that transformers reads. If there are none, and all files of the checkpoint are downloaded
-    (``is_fetched``), they are in a distributed checkpoint of PyTorch or DeepSpeed, or in a single file of any name.
-    """
+    """Return the weights of a Hugging Face folder, by default as transformers reads them; None if there are none."""
     file = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     is_usual = file is not None and not part_files(folder)
     if file is not None:
@@ -258,11 +248,7 @@ def is_partitioned(folder: Path) -> bool:
 
 
 def partitioned_state(folder: Path) -> dict[str, LazyTensor]:
-    """Return the weights of a folder in float32, each merged from the parts of all ranks when it is read.
-
-    Every rank holds an equal part of each parameter, in the listed order and padded at the end. Frozen parameters and
-    buffers are stored separately, in the precision of training.
-    """
+    """Return the float32 weights of a folder, each merged from the parts of all ranks when it is read."""
     models = [read_objects(file) for file in _files(folder, "model")]
     optimizers = [read_objects(file) for file in _files(folder, "optim")]
     damaged = f"{folder} does not contain all parts of its weights"

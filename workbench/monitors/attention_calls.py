@@ -80,10 +80,7 @@ class BlockNotes:
         return logits, choices
 
     def rows_as(self, n_rows: int, n_tokens: int) -> Tensor | None:
-        """Return the mask of the tokens to include, shape (batch, token), also for a token-first stream.
-
-        None if all tokens are included, or if the shape does not match.
-        """
+        """Return the mask of tokens to include, (batch, token); None for all or for another shape."""
         if self.rows is None:
             return None
         rows = self.rows.movedim(self.batch_axis, 0)

@@ -126,10 +126,7 @@ def spectrum_of_grams(gram_q: Tensor, gram_k: Tensor, n_features: int, eps: floa
 
 
 def _lower_factor(gram: Tensor, eps: float) -> Tensor:
-    """Return a matrix L with LL' = ``gram``: the Cholesky factor, or where that has no digits, one from eigenvectors.
-
-    Columns are first scaled to length 1; those of zeros stay zero.
-    """
+    """Return L with LL' = ``gram``: Cholesky of scaled columns, or from eigenvectors where that has no digits."""
     length = gram.diagonal(dim1=-2, dim2=-1).sqrt()
     divisor = length.masked_fill(length == 0, 1)
     scaled = (gram / divisor[..., None]).div_(divisor[..., None, :])

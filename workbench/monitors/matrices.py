@@ -140,11 +140,7 @@ def singular_values(matrix: Tensor) -> Tensor:
 
 
 def without_rounding(s: Tensor, size: int, eps: float | None = None, *, largest: Tensor | None = None) -> Tensor:
-    """Set singular values, or squares of them, within rounding to 0; values below 0 too.
-
-    ``size`` is the longer side of the matrix, ``eps`` the rounding unit (None for that of the values), and ``largest``
-    the size of the terms whose sum the matrix is.
-    """
+    """Set singular values, or squares, below 0 or within rounding (``eps`` times ``largest`` times ``size``) to 0."""
     largest = s.amax(-1) if largest is None else largest
     floor = size * (torch.finfo(s.dtype).eps if eps is None else eps) * largest
     return s.masked_fill(s <= floor.clamp_min(0)[..., None], 0)

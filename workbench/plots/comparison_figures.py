@@ -55,10 +55,7 @@ class RadarAxis:
     angle: float
 
     def place(self, value: float) -> float:
-        """Return the distance from the center, 0 to 1.
-
-        The result is NaN if the value cannot be drawn: NaN, infinite, or not positive on a logarithmic axis.
-        """
+        """Return the distance from the center, 0 to 1; NaN if the value cannot be drawn on the axis."""
         if not math.isfinite(value) or (self.is_logarithmic and value <= 0):
             return math.nan
         scale = math.log if self.is_logarithmic else float
@@ -105,14 +102,7 @@ def axes_of(comparison: xr.Dataset, measures: Sequence[str] | None = None) -> li
 
 @dataclass(frozen=True)
 class RadarChart:
-    """Values of one architecture on the axes.
-
-    Attributes:
-        name: Name of the architecture.
-        place: Number of its style; see `style.model_style`.
-        values: One value per axis for ``"ours"`` and for ``"published"``; NaN if unknown.
-        note: Step, divergence, and whether the update was too small for a spectrum.
-    """
+    """One value per axis of ``"ours"`` and ``"published"`` (NaN if unknown) for an architecture, and a note on it."""
 
     name: str
     place: int

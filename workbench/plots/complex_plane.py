@@ -145,11 +145,7 @@ def plane_panel(hv: Any, backend: str, spectra: xr.Dataset, columns: dict[str, n
 
 
 def _markers_bokeh(scale: Scale) -> Any:
-    """Return a holoviews hook: color, fill and marker follow the columns.
-
-    holoviews turns a column of equal values into a constant, so that data which a widget writes into the source later
-    would have no effect.
-    """
+    """Return a holoviews hook: color, fill and marker follow columns even where all values are equal."""
 
     def hook(plot: Any, element: Any) -> None:
         from bokeh.models import LinearColorMapper

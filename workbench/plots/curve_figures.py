@@ -295,17 +295,9 @@ def trace_panels(
 
 @dataclass(frozen=True)
 class Trace:
-    """Values of one variable of one run.
+    """Values of one variable of one run, including NaN and infinite ones, by step.
 
-    Attributes:
-        run: Name of the run.
-        title: Title of the variable.
-        variable: Name of the variable.
-        step: Steps, shape (step,); empty if the run lacks the variable.
-        value: Recorded values, shape (step,), including NaN and infinite ones.
-        has_markers: Whether it is a spectral measure, which is recorded at few steps.
-        silent: Steps at which the update of every layer was too small for a spectrum.
-        diverged: First step that counts as a divergence; None if the run converged.
+    ``silent`` are steps at which every update was too small for a spectrum, ``diverged`` the first that counts as such.
     """
 
     run: str
@@ -384,14 +376,7 @@ def trace_of(run: xr.DataTree, variable: str, name: str, *, statistic: str = "me
 
 @dataclass(frozen=True)
 class TracesPanel:
-    """Lines of one variable and their common axis.
-
-    Attributes:
-        lines: One line per run.
-        limits: Range of the axis without padding.
-        is_logarithmic: Whether the axis is logarithmic.
-        note: Note on values that are not drawn; empty if there are none.
-    """
+    """Lines of one variable, the range of their common axis without padding, and a note on what is not drawn."""
 
     lines: list[Trace]
     limits: tuple[float, float]

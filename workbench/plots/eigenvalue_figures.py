@@ -208,15 +208,7 @@ class GridCell:
 def cell_of(
     run: xr.DataTree, step: int, *, name: str, layers: Iterable[int] | None = None, is_first: bool = True
 ) -> GridCell:
-    """Return the panel of a run in the column of one step.
-
-    Args:
-        run: Run with spectra.
-        step: Step of the column.
-        name: Name of the run, for error messages.
-        layers: Layer numbers to show; None shows all.
-        is_first: Whether this is the first column, where spectra without a step are shown.
-    """
+    """Return the panel of a run in one step's column; the first one has spectra without a step. None: all layers."""
     spectra = select_layers(spectra_of(run), layers)
     steps = recorded_steps(spectra)
     if not len(steps):

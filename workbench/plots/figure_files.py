@@ -100,10 +100,7 @@ def redrawable(function: F) -> F:
 
 
 def for_backend(figure: Any, backend: str) -> Any:
-    """Return the same figure drawn for a backend.
-
-    A figure that was not drawn by a function of this package, or was composed of several, is returned unchanged.
-    """
+    """Return the same figure drawn for a backend; one that this package did not draw is returned unchanged."""
     if backend in drawn_backends(figure) or not hasattr(figure, "drawn_by"):
         return figure
     return figure.drawn_by(backend=backend)

@@ -23,15 +23,7 @@ def columns_of(
     source: str,
     dim: str | None = None,
 ) -> dict[str, np.ndarray]:
-    """Return variables along one dimension as arrays.
-
-    Args:
-        data: Dataset to read.
-        needed: Names of the variables that must exist.
-        what: Kind of dataset expected, such as "ROC curve", for the error message.
-        source: Function that creates one, such as "wb.profile()", for the error message.
-        dim: Dimension of the variables; None accepts any that they share.
-    """
+    """Return variables along one dimension (None: the shared one) as arrays; ``what`` and ``source`` word errors."""
     import xarray as xr
 
     if not isinstance(data, xr.Dataset):
@@ -93,13 +85,7 @@ def named_spectra(
     *,
     step: int | str | None = None,
 ) -> dict[str, xr.Dataset]:
-    """Return spectra by name; datasets and runs without names are named after their subjects.
-
-    Args:
-        spectra: A spectra dataset or a run, or several by name or in a list.
-        step: ``"first"``, ``"last"``, or a number: the latest recorded step up to it. The step is added to the name,
-            such as "Pre-LN, step 100". None if the data hold at most one step.
-    """
+    """Return spectra or runs by name, by default their subjects; a step (first, last, number) joins the name."""
     import xarray as xr
 
     if isinstance(spectra, xr.DataTree):

@@ -119,18 +119,7 @@ _SIZES = ("signal RMS (relative)", "gradient norm (relative)")
 
 @dataclass(frozen=True)
 class Direction:
-    """Sizes and gains along one direction through a model.
-
-    Attributes:
-        axis: Name of the direction.
-        size: Size at the block boundaries, relative to the first in this direction, shape (boundary,); NaN if unknown.
-        left: Left edge of each box, in blocks.
-        right: Right edge of each box.
-        before: Size before each box, in the direction of the flow.
-        after: Size after each box.
-        name: Name of the sub-layer or block.
-        note: Phrases for the small lines above the frame.
-    """
+    """Relative sizes at boundaries and gains of boxes along one direction; boxes have edges in blocks and notes."""
 
     axis: str
     size: np.ndarray
@@ -149,15 +138,7 @@ class Direction:
 
 @dataclass(frozen=True)
 class FlowPath:
-    """Content of the panels of one model.
-
-    Attributes:
-        name: Name of the model.
-        n_layers: Number of blocks.
-        forward: Sizes and gains of the signal.
-        backward: Sizes and gains of the gradient.
-        parts: Names of the sub-layers, if they are those of every block; otherwise empty.
-    """
+    """Content of the panels of one model: signal, gradient, and the sub-layers if they are those of every block."""
 
     name: str
     n_layers: int

@@ -109,16 +109,7 @@ def ring(radius: float) -> np.ndarray:
 
 
 def density(columns: Mapping[str, np.ndarray], view: PlaneView, n_layers: int) -> np.ndarray:
-    """Return the density of modes as an image: the color of a cell is their mean depth, its opacity their log count.
-
-    Args:
-        columns: Columns of one panel.
-        view: Part of the plane that the image covers.
-        n_layers: Number of layers of the color scale.
-
-    Returns:
-        Red, green, blue and alpha from 0 to 255, uint8, shape (row, column, 4), the lowest row first.
-    """
+    """Return the density of modes in a view as RGBA image, uint8: mean depth as color, log count as opacity."""
     edges = (np.linspace(*view.imag, N_CELLS + 1), np.linspace(*view.real, N_CELLS + 1))
     places = columns["y"], columns["x"]
     counts = np.histogram2d(*places, bins=edges)[0]

@@ -307,14 +307,8 @@ class Primitives:
 class PlaneFrame:
     """Frame of a panel whose axes have the same scale; holoviews places it in the figure.
 
-    Attributes:
-        key: Lines below the frame.
-        key_at: Height of these lines on a matplotlib figure, in frames.
-        row: Bold text to the left of the frame: the name of a row of panels.
-        has_axes: Whether axes and grid are drawn.
-        has_border: Whether the left border leaves space for the numbers of an axis, also where there are none.
-        inches: Width on a matplotlib figure.
-        hooks: Further holoviews hooks.
+    ``key`` are lines below it, ``key_at`` frames high, ``row`` bold text left of it. ``has_border`` leaves space for
+    the numbers of an axis, also where there are none; ``inches`` is the width on a matplotlib figure.
     """
 
     key: str = ""
@@ -457,10 +451,7 @@ def axes_matplotlib(ticks: tuple[Any, Any], formats: tuple[str, str]) -> Callabl
 def frame_matplotlib(
     grid: bool, bounds: tuple[float, float] | None, at: tuple[int, int] | None, size: tuple[int, int]
 ) -> Callable[..., None]:
-    """Return a holoviews hook: the grid, the length of the horizontal axis, and the position of the frame.
-
-    The position may be outside of the figure, which is cropped to its content when it is rendered.
-    """
+    """Return a holoviews hook: the grid, the horizontal axis, and the position of the frame, even outside."""
 
     def hook(plot: Any, element: Any) -> None:
         from matplotlib.transforms import Bbox

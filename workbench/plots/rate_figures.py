@@ -332,10 +332,7 @@ def rate_bands(
 
 
 def _rows(architectures: Sequence[str]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Return the heights of the designs, from 0 downwards, and a tick at the center of each architecture.
-
-    The designs of one architecture are adjacent; architectures are in order of first occurrence, with gaps between.
-    """
+    """Return the heights of designs, from 0 downwards, and a tick per architecture, with gaps between them."""
     heights, ticks, at = [0.0] * len(architectures), [], 0.0
     for name in dict.fromkeys(architectures):
         members = [i for i, one in enumerate(architectures) if one == name]
@@ -373,16 +370,7 @@ def _draw_rates(draw: Primitives, one: Mapping[str, float], at: float, styling: 
 def draw_runs(
     draw: Primitives, name: str, rate: np.ndarray, loss: np.ndarray, color: str, losses: tuple[float, float]
 ) -> list[str]:
-    """Draw a dot for each run, and a triangle at the top for each run whose loss is not finite or above the axis.
-
-    Args:
-        draw: Primitives of the panel.
-        name: Name of the runs in tooltips; may be empty.
-        rate: Shape (rate,).
-        loss: Shape (rate, seed); NaN where there is no run.
-        color: Color of the marks.
-        losses: Ends of the axis of losses.
-    """
+    """Draw a dot for each run, and a triangle at the top where its loss is not finite or above the axis."""
     at, seed = np.nonzero(~np.isnan(loss))
     value = loss[at, seed]
     is_high = ~(value <= losses[1])

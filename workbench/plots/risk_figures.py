@@ -234,15 +234,7 @@ def reliability(
 
 @dataclass(frozen=True)
 class Bins:
-    """Non-empty bins of one prediction.
-
-    Attributes:
-        name: Name of the prediction; may be empty.
-        columns: ``mean_probability`` (increasing), ``rate``, ``low``, ``high`` and ``n_runs``.
-        ece: Expected calibration error.
-        level: Confidence level of the intervals.
-        n_left_out: Number of runs without a prediction.
-    """
+    """Non-empty bins of one prediction, by increasing ``mean_probability``, with its expected calibration error."""
 
     name: str
     columns: dict[str, np.ndarray]
@@ -337,15 +329,10 @@ def explosion_edge(
 
 @dataclass(frozen=True)
 class EdgeCurve:
-    """Values of one control.
+    """Fraction of diverged runs by rate for one control.
 
-    Attributes:
-        control: Name of the control.
-        columns: ``learning_rate``, ``fraction`` of runs that diverged, ``low`` and ``high`` of its interval, and
-            ``n_runs``; only rates with runs.
-        largest: Index in ``columns`` of the largest rate up to which few runs diverge; None if there is none.
-        is_lower_bound: Whether this is the largest rate that was run.
-        missing: Rates of the other controls at which this control has no run.
+    ``largest`` is the row of the largest rate up to which few runs diverge, None if there is none; ``missing`` are
+    rates of other controls.
     """
 
     control: str

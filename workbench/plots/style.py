@@ -72,12 +72,7 @@ def model_style(index: int) -> dict[str, str]:
 
 
 def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) -> list[int]:
-    """Return the style number of each model, for `model_style`.
-
-    Args:
-        names: Names of the models that are drawn.
-        places: Style numbers by name, possibly also of other models; None numbers the models in the order given.
-    """
+    """Return the style number of each drawn model, from those given by name or in order, for `model_style`."""
     names = list(names)
     if places is None:
         return list(range(len(names)))
@@ -149,10 +144,7 @@ def dress_bokeh(plot: Any, element: Any) -> None:
 
 
 def note_bokeh(text: str, *, place: str = "above") -> Any:
-    """Return a holoviews hook: a small line next to a bokeh figure, named ``note_above`` or ``note_below``.
-
-    On the ``left`` it is the bold name of a row of figures.
-    """
+    """Return a holoviews hook: a small line above or below a bokeh figure, or the bold row's name ``left`` of it."""
 
     def hook(plot: Any, element: Any) -> None:
         from bokeh.models import Title
@@ -172,10 +164,7 @@ def note_bokeh(text: str, *, place: str = "above") -> Any:
 
 
 def bare_bokeh(has_axis: tuple[bool, bool]) -> Any:
-    """Return a holoviews hook: no numbers and no label along the x axis, the y axis or both; after `dress_bokeh`.
-
-    The left border has a minimum width, because bokeh crops stacked frames whose borders differ.
-    """
+    """Return a holoviews hook: no numbers and no label along x, y or both; call it after `dress_bokeh`."""
 
     def hook(plot: Any, element: Any) -> None:
         for has, axes in zip(has_axis, (plot.state.xaxis, plot.state.yaxis), strict=True):

@@ -20,16 +20,9 @@ ESTABLISHED = ("loss", "largest_losses", "grad_norm")
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """An event of a run.
+    """An event of a run, after ``step`` updates, of a signal or fault (``source``).
 
-    Attributes:
-        step: Number of updates before it.
-        kind: Kind of event, such as ``"alarm"``.
-        source: Signal of an alarm, name of a fault.
-        score: Score of an alarm in multiples of the threshold; NaN if there is none.
-        message: Description shown to the user.
-        layer: Layer of the event; None if it concerns no particular layer.
-        head: Head of the event; None if it concerns no particular head.
+    The score is in multiples of the threshold, NaN if there is none; layer and head are None if it concerns none.
     """
 
     step: int
@@ -54,13 +47,7 @@ class TimelineEvent:
 
 @dataclass(frozen=True)
 class FaultSpan:
-    """Range of steps with an active fault.
-
-    Attributes:
-        name: Name of the fault.
-        start: First step with the fault.
-        stop: First step after it; None if the fault remained active.
-    """
+    """Steps with an active fault: the first with it, and the first after it (None if it remained active)."""
 
     name: str
     start: int
@@ -128,10 +115,7 @@ def divergence_of(events: Iterable[TimelineEvent]) -> TimelineEvent | None:
 
 
 def fault_spans(events: Iterable[TimelineEvent]) -> list[FaultSpan]:
-    """Return the ranges of steps with an active fault.
-
-    Each event of a fault toggles it, except for a first event whose message states that the fault is off.
-    """
+    """Return the spans of active faults: each event toggles one, unless the first one's message says it is off."""
     spans: list[FaultSpan] = []
     since: dict[str, int] = {}
     for event in events:
@@ -146,10 +130,7 @@ def fault_spans(events: Iterable[TimelineEvent]) -> list[FaultSpan]:
 
 
 def lead_time(events: Sequence[TimelineEvent]) -> AlarmLead | None:
-    """Return the lead time of the first alarm of a mechanism over the established signals; None unless both occurred.
-
-    Alarms before the first fault are false alarms and are ignored.
-    """
+    """Return the lead of a mechanism's first alarm, from the first fault on, over the established signals, or None."""
     since = min((span.start for span in fault_spans(events)), default=-1)
     alarms = [event for event in alarms_of(events) if event.step >= since]
     first = next((event for event in alarms if not event.is_established), None)

@@ -239,15 +239,7 @@ _TIPS = [("", "@what"), ("step", "@step"), ("score", "@score"), ("", "@message")
 
 
 class Drawing:
-    """Drawing of panels with a common axis of steps.
-
-    Args:
-        hv: The holoviews module.
-        backend: ``"bokeh"`` or ``"matplotlib"``.
-        span: Steps in view.
-        all_events: Events of each run, in the order of the runs.
-        selected: Step to mark; None marks none.
-    """
+    """Drawing of panels with a common axis of steps; ``selected`` is a step to mark."""
 
     def __init__(
         self,

@@ -43,14 +43,7 @@ _TOPS = (2.0, 10.0, 100.0, FARTHEST)
 
 @dataclass(frozen=True)
 class EvidenceLine:
-    """Evidence of one signal.
-
-    Attributes:
-        signal: Name of the signal.
-        color: Color of the line.
-        step: Steps with a value, shape (row,).
-        value: Evidence relative to that of an alarm, clipped to the axis, shape (row,).
-    """
+    """Evidence of one signal relative to that of an alarm, clipped to the axis, shape (row,)."""
 
     signal: str
     color: str
@@ -60,13 +53,7 @@ class EvidenceLine:
 
 @dataclass(frozen=True)
 class EvidencePanel:
-    """Evidence of a run.
-
-    Attributes:
-        lines: The signals that reached an alarm first, then those nearest to one, in recorded order.
-        view: Ends of the logarithmic axis.
-        note: Remark on values that are omitted or clipped; empty if there are none.
-    """
+    """Evidence of a run: signals that alarmed first, then the nearest to it; the ends of the log axis; a remark."""
 
     lines: list[EvidenceLine]
     view: tuple[float, float]
@@ -110,19 +97,10 @@ _FARTHEST_VALUE = 1e3
 
 @dataclass(frozen=True)
 class RunEvents:
-    """Events of one run.
+    """Events of one run in a style, by increasing step, its spans of faults, and its divergence, if any.
 
-    Attributes:
-        run: Name of the run.
-        place: Number of its style.
-        events: Events by increasing step.
-        faults: Ranges of steps with an active fault.
-        lead: Lead time from the first alarm of a mechanism to the first established signal; None unless both occurred.
-        diverged: Divergence event; None if the run did not diverge.
-        first_step: First recorded step.
-        last_step: Last recorded step.
-        checks: Measurements of the probes.
-        evidence: Evidence of the monitored signals; None if not recorded.
+    ``lead`` runs from the first alarm of a mechanism to the first established signal, None unless both occurred;
+    ``checks`` are measurements of the probes.
     """
 
     run: str
@@ -167,14 +145,7 @@ class RunEvents:
 
 @dataclass(frozen=True)
 class SignalPanel:
-    """One signal of all runs, ready to be drawn.
-
-    Attributes:
-        name: Name of the signal.
-        panel: Lines, axis and remarks.
-        onsets: For each run, the first alarm of this signal and the value of the line there; None without an alarm.
-        bands: Style number (None if the band is that of reference runs) and columns ``step``, ``lower``, ``upper``.
-    """
+    """One signal of all runs, ready to be drawn: panel, first alarms, and bands (place None: reference runs)."""
 
     name: str
     panel: TracesPanel
@@ -235,13 +206,7 @@ class PanelAxis:
 
 
 def panel_of(lines: list[Trace], *, shows_all: bool = False, span: tuple[float, float] | None = None) -> TracesPanel:
-    """Return the lines of one signal with their axis and a note on values that are not drawn.
-
-    Args:
-        lines: One line per run.
-        shows_all: Whether the axis fits all values.
-        span: First and last step in view; the axis fits the values between them. None selects all steps.
-    """
+    """Return the lines of one signal with their axis, which fits the view or all values, and a note on the rest."""
     values = [_in_view(line, span) for line in lines]
     pooled = np.concatenate(values)
     axis = PanelAxis.of(lines[0].variable, pooled, shows_all=shows_all)

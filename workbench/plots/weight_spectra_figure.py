@@ -93,10 +93,8 @@ def depth_columns(spectra: xr.Dataset, measure: str) -> dict[str, dict[str, np.n
 def density_of(spectra: xr.Dataset, matrix: str | None = None) -> dict[str, Any]:
     """Return the eigenvalue density of one matrix, as `weight_spectra` draws it.
 
-    Returns:
-        ``matrix``; ``edges`` of the bins and the ``density`` in each; ``spikes``, the eigenvalues beyond the edge of
-        the bulk; ``n_below``, the number of eigenvalues too small to be drawn; ``tail``, x and y of points of the
-        fitted power law; and the variables of the matrix.
+    ``spikes`` are eigenvalues beyond the bulk's edge, ``n_below`` counts those too small to be drawn, and ``tail`` is
+    the fitted power law; with the variables of the matrix.
     """
     names = spectra["matrix"].values.tolist()
     if matrix is None:

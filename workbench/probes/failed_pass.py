@@ -175,11 +175,7 @@ class _Forward:
         return None
 
     def found(self, operation_in: Callable[[Call | None], BadOperation | None]) -> BadTensor:
-        """Return the module, the input or the loss where the first bad value arises.
-
-        ``operation_in`` maps a call to its first bad operation, and None to the first bad operation outside of all
-        calls.
-        """
+        """Return the module, input or loss where the first bad value arises; ``operation_in`` maps a call, or None."""
         unexplained: list[BadTensor] = []
         while (first := self._first()) is not None:
             source = next((call for call in _outwards(first) if self._bad(call.inputs) is None), None)

@@ -340,10 +340,7 @@ def fit_scale(
 
 
 def distinguishes(expected: np.ndarray, usual: np.ndarray, rounding: Rounding) -> np.ndarray:
-    """Return which parameters distinguish a hypothesis from the usual case, (parameter,): those not parallel in both.
-
-    Both are projections, (parameter, projection): under the hypothesis, and of the mean over ranks.
-    """
+    """Return which parameters are not parallel in two (parameter, projection), and so distinguish hypotheses."""
     apart = rms(expected - own_scales(usual, expected)[:, None] * usual)
     is_independent = rounding.n_elements >= expected.shape[1]  # projections of fewer elements depend on each other
     return is_independent & ~is_single(expected) & (apart > 2 * rounding.tolerance(1.0))

@@ -157,11 +157,7 @@ def precision_reading(
     around: Around = nullcontext,
     layers: Collection[int] | None = None,
 ) -> Measurement[tuple[dict[str, np.ndarray], dict[int, Exception]]]:
-    """Measure the variables of `precision_errors`, whose arguments these are.
-
-    Returns:
-        The variables, and the exceptions of the blocks that cannot be run separately, whose values are NaN.
-    """
+    """Measure the variables of `precision_errors`; return exceptions of blocks that cannot run alone, too."""
     known = {each.layer: each for each in query_keys if isinstance(each, QueryKey)}
     due = [layer for layer in trained_blocks(anatomy) if layers is None or layer in layers]
     measured, failed, limit = _measured(model, loss_of, anatomy, known, around, due)
@@ -315,10 +311,7 @@ def _own_pass(
 
 
 def _gradients(loss: Tensor, states: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return the gradients of a loss; in float16 with the largest scale at which none overflows.
-
-    The device chooses the scale, so that the host does not wait.
-    """
+    """Return the gradients of a loss, in float16 at the largest scale without overflow, chosen without a wait."""
     kind = loss.device.type
     is_cast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
     scales = _SCALES if is_cast or any(state.dtype == torch.float16 for state in states) else _SCALES[:1]

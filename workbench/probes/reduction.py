@@ -26,13 +26,8 @@ _LARGEST_ROUNDING = 0.5
 class KnownAnswer:
     """Result of an all-reduce of numbers whose exact sum is known.
 
-    Attributes:
-        dtype: Number format that was reduced, such as "float32".
-        weights: Weight of each rank's contribution in the sum that a rank received, shape (receiver, rank), unit 1;
-            1 is correct, 0 is missing, NaN is not finite. Empty if only one process trains.
-        errors: Largest relative error of a number to which only one rank contributes, shape (receiver, rank), unit 1;
-            infinite if it is not finite.
-        sums_are_exact: Whether the numbers to which all ranks contribute are correct, shape (receiver,).
+    Weights, (receiver, rank), are 1 if correct, 0 if missing, NaN if not finite, and empty in one process; ``errors``
+    are the largest relative ones of numbers from one rank alone, ``sums_are_exact`` those of all ranks together.
     """
 
     dtype: str
@@ -138,11 +133,7 @@ def contribution(rank: int, n_ranks: int, dtype: torch.dtype) -> Tensor:
 
 
 def received(message: Tensor, n_ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compare a sum of contributions, shape (number,), with the exact sum.
-
-    Return for each rank, shape (rank,): the weight of its contribution, its largest relative error (infinite if it is
-    not finite), and the number of wrong numbers among those to which all ranks contribute, the same for all ranks.
-    """
+    """Compare received sums with the exact ones; return weight, largest error and number of wrong sums per rank."""
     sent = torch.stack([contribution(rank, n_ranks, message.dtype) for rank in range(n_ranks)]).double().numpy()
     found = message.detach().cpu().double().numpy()
     n_alone = sent.shape[1] // 2

@@ -397,17 +397,10 @@ def _outcome(table: LossTable, shorter: xr.Dataset | None, compared: LossTable |
 
 @dataclass(frozen=True)
 class LossTable:
-    """Losses of the runs of one cell by learning rate and seed.
+    """Losses of the runs of one cell after ``n_steps`` updates, shape (rate, seed); NaN where not tried.
 
-    Attributes:
-        runs: The runs.
-        n_steps: Number of updates after which the losses are read.
-        rate: Learning rates, increasing, shape (rate,).
-        seed: Seeds, shape (seed,).
-        loss: Held-out loss after the updates, shape (rate, seed); infinite if not finite, NaN if not tried.
-        exploded: Fraction of the runs of each rate that diverged within these updates, shape (rate,).
-        has_lasting_spike: Whether a run has a lasting spike, 0 or 1, shape (rate, seed); NaN if not tried.
-        trivial_loss: Loss of the predictor that knows only the frequencies of the targets; nat.
+    They are infinite if not finite. ``exploded`` is the fraction that diverged at each rate, and ``trivial_loss``, in
+    nat, that of the predictor that knows only the frequencies of the targets.
     """
 
     runs: xr.Dataset
@@ -467,10 +460,7 @@ def design_key(settings: Mapping[str, Any]) -> str:
 
 
 def held_out_at(runs: xr.Dataset, step: float) -> np.ndarray:
-    """Return the held-out loss of each run after a number of updates, shape (run,).
-
-    It is infinite if it was not finite, or if the run ended before.
-    """
+    """Return the held-out loss of each run after a number of updates, infinite if not finite or ended before."""
     settings = json.loads(str(runs["settings"].values[0]))
     every = settings["training"]["n_steps"] // settings["n_evaluations"]
     nearest = every * round(step / every)

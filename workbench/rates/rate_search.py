@@ -38,12 +38,7 @@ _LAST_FRACTION = 0.1
 
 
 class PilotRuns(Protocol):
-    """Runs at several learning rates and seeds.
-
-    Attributes:
-        n_updates: Updates so far, over all runs.
-        trivial_loss: Loss of the predictor that knows only the frequencies of the targets; nat; NaN if unknown.
-    """
+    """Runs at several learning rates and seeds; ``trivial_loss`` is that of the targets' frequencies, in nat."""
 
     n_updates: int
     trivial_loss: float
@@ -217,16 +212,10 @@ LOWEST, HIGHEST = 1e-9, 1e6
 
 @dataclass(frozen=True)
 class Round:
-    """Result of one round of a pilot.
+    """Result of one round of a pilot: losses in nat, (rate, seed), infinite if not finite, NaN if not tried.
 
-    Attributes:
-        is_coarse: Whether it is the first round.
-        n_updates: Updates of each run.
-        rate: Learning rates tried, increasing, shape (rate,).
-        loss: Loss after these updates, shape (rate, seed); nat; infinite if not finite, NaN if not tried. For a run
-            that was stopped: its last loss plus the later change of the loss of the best run.
-        best_rate: Best rate; the geometric mean over the last three numbers of updates at which losses were measured.
-        useful_edge: Largest useful rate, averaged in the same way; NaN if it lies outside the rates tried.
+    A run that was stopped has its last loss plus the later change of the best run's. Best rate and useful edge are
+    geometric means over the last three numbers of updates; the edge is NaN outside the rates tried.
     """
 
     is_coarse: bool
@@ -256,10 +245,7 @@ class RateSearch:
     _losses: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def rounds(self, start: float) -> Iterator[Round]:
-        """Yield each round when it ends; the second one twice if some rates are repeated with other seeds.
-
-        A round without a finite loss, or one that ends without an edge because the budget is spent, is the last.
-        """
+        """Yield each round when it ends; the second one twice if rates are repeated with other seeds."""
         short, long = (min(round(share * self.budget), self.n_steps) for share in (_SHORT_SHARE, LONGEST_SHARE))
         center = round(power_of(start))
         self._complete(short, [center - _COARSE, center, center + _COARSE], self._next_of_first)

@@ -23,20 +23,9 @@ _FRACTIONS = {"probability", "share", "confidence", "mass"}
 
 @dataclass(frozen=True)
 class Quantity:
-    """One value of a tree that a sentence cites.
+    """One value of a tree that a sentence cites, with its text, meaning, location and anchor in the report.
 
-    Attributes:
-        path: Path of the node, such as ``"/flow"``.
-        variable: Variable of the node; attributes begin with ``@``.
-        selection: Dimension -> index of the value.
-        value: Number, truth value or text.
-        units: Unit of the value; empty if it has none.
-        text: Value as text.
-        meaning: Meaning of the value.
-        where: Location in the tree, as text.
-        anchor: Anchor of the row of the report that shows it.
-        band: Healthy band as text; empty if it has none.
-        state: State of the criterion; empty if it is not a criterion.
+    Variables that are attributes begin with ``@``; ``band`` and ``state`` are those of a criterion, else empty.
     """
 
     path: str
@@ -105,10 +94,7 @@ class Numbers:
         return str(self.value(path, variable, meaning="", **selection).value)
 
     def value(self, path: str, variable: str, *, meaning: str = "", **selection: int) -> Quantity:
-        """Return the value of a variable at an index of each of its dimensions; dimensions of length 1 need none.
-
-        If a criterion evaluates this value, the result is that of `criterion`.
-        """
+        """Return the value of a variable at indices of its dimensions, as `criterion` if it is one."""
         given = tuple(sorted((dim, int(index)) for dim, index in selection.items()))
         given = self._canonical(path, variable, given)
         if criterion := self._criterion_at.get((self._absolute(path), variable, given)):
@@ -371,15 +357,7 @@ class TableCell:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Table with a caption; the first cell of each row is its name.
-
-    Attributes:
-        caption: Caption of the table.
-        columns: Titles of the columns.
-        rows: Cells of each row, one per column.
-        is_folded: Whether the table is initially collapsed.
-        elsewhere: Location of the rows in the tree, for formats that omit collapsed tables; empty if never omitted.
-    """
+    """Table with a caption, whose rows begin with a name; ``elsewhere`` says where they are if a format omits it."""
 
     caption: str
     columns: tuple[str, ...]
@@ -446,19 +424,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Document:
-    """Content of a report.
-
-    Attributes:
-        kind: Kind of report, such as "Structural assessment".
-        subject: Subject of the report, which is its title.
-        verdict: Verdict as text; empty if there is none.
-        state: State that determines the shape and color of the verdict.
-        summary: Summary in one sentence.
-        facts: The most important numbers.
-        actions: The first recommended actions.
-        sections: What was observed, why, all measurements, and what to do; numbered from 1.
-        about: Origin of the report, as labels and texts.
-    """
+    """Content of a report: a verdict with its state, a sentence, facts, actions, numbered sections, and its origin."""
 
     kind: str
     subject: str

@@ -110,13 +110,7 @@ def evidence(evidence: xr.Dataset) -> list[Block]:
 
 
 def image(picture: Picture, tree: xr.DataTree, *, pixels: bool = False) -> tuple[str, bytes]:
-    """Return a picture drawn for print.
-
-    Args:
-        picture: Picture to draw.
-        tree: Tree with the data.
-        pixels: Whether it must be a PNG; otherwise it is the format that is expected to be smaller.
-    """
+    """Return a picture drawn for print, as PNG if ``pixels``, otherwise as the format expected to be smaller."""
     from workbench.plots import style
 
     kind = "png" if pixels or picture.has_many_marks else "svg"

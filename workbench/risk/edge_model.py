@@ -77,14 +77,7 @@ class Edges:
 
 @dataclass(frozen=True)
 class EdgeFit:
-    """A fitted regression of the natural logarithm of an edge.
-
-    Attributes:
-        center: Mean of each feature, shape (feature,).
-        scale: Standard deviation of each feature, shape (feature,); 1 for a constant feature.
-        intercept: Mean of the logarithm of the edge if all features have their mean.
-        coefficients: Change of that mean for one standard deviation of each feature, shape (feature,).
-    """
+    """A fitted regression of the log of an edge on standardized features, whose deviations are ``scale``."""
 
     center: Floats
     scale: Floats
@@ -155,12 +148,7 @@ def _log_density(values: np.ndarray) -> Floats:
 
 
 def out_of_group(features: np.ndarray, edges: Edges, groups: np.ndarray, *, penalty: float) -> tuple[Floats, float]:
-    """Predict the edges of each group by a regression on the other groups, and estimate the deviation.
-
-    Returns:
-        Predicted means of the logarithms, shape (design,), and the standard deviation of the logarithms around them. It
-        includes the error of the regression for a group that was not part of the fit.
-    """
+    """Predict the logs of each group's edges from other groups; also return the standard deviation around them."""
     from scipy.optimize import minimize_scalar
 
     mean = np.full(len(features), np.nan)
@@ -463,13 +451,9 @@ def in_enough_families(groups: np.ndarray, families: np.ndarray) -> np.ndarray:
 
 
 def groups_of(cases: xr.Dataset) -> np.ndarray:
-    """Return the optimizer of each case and whether its model has a norm, as text.
+    """Return strings such as "AdamW with norm" (run,), empty where ``scale_response`` is NaN.
 
-    The presence of a norm is measured, so that it does not depend on names: doubling the residual stream doubles the
-    logits of a model without normalization, and hardly changes those of others (``scale_response``).
-
-    Returns:
-        Strings such as "AdamW with norm", shape (run,); empty where ``scale_response`` is NaN.
+    A norm is measured: doubling the stream doubles the logits of a model without one.
     """
     responses = _numbers(cases, "scale_response", allow_missing=True)
     names = [_OPTIMIZER_NAMES.get(name, name) for name in _known_column(cases, "optimizer").astype(str)]

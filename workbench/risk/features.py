@@ -50,12 +50,7 @@ _ACCUMULATING = ("sgd", "rmsprop")
 class Feature:
     """A feature that is known before training.
 
-    Attributes:
-        name: Name in lists of features.
-        long_name: Title in tables and figures.
-        needs: Variables and coordinates of a case from which it is computed.
-        measures: Function of these variables, each of shape (run,), that returns values of shape (run,); None if the
-            feature is a statistic over layers.
+    ``measures`` maps the variables that it ``needs``, each (run,), to values; None for a statistic over layers.
     """
 
     name: str
@@ -65,16 +60,9 @@ class Feature:
 
 
 def feature_table(cases: xr.Dataset, names: Sequence[str], *, allow_missing: bool = False) -> xr.DataArray:
-    """Compute the features of cases.
+    """Return features of cases, (run, feature), by their names in `FEATURES`; an error or NaN where one is missing.
 
-    Args:
-        cases: Runs of a sweep, or cases before training; dimension ``run``, and ``layer`` for spectra.
-        names: Names of features in `FEATURES`.
-        allow_missing: Whether a run may lack a value, which is then NaN; otherwise this is an error.
-
-    Returns:
-        Shape (run, feature). Infinite where a quantity is infinite, such as ``breaking_rate`` of a model that diverges
-        at no rate.
+    It is infinite where a quantity is, such as ``breaking_rate`` of a model that diverges at no rate.
     """
     import xarray as xr
 
@@ -102,11 +90,7 @@ def as_cases(cases: xr.Dataset) -> xr.Dataset:
 
 
 def counts_as_diverged(cases: xr.Dataset) -> np.ndarray:
-    """Return which untrained models count as diverged before the first update, at any learning rate (RKSP).
-
-    Returns:
-        Whether the loss exceeds 50 nat or the norm of all gradients exceeds 500, shape (run,); NaN does not count.
-    """
+    """Return which untrained models diverged at once: loss above 50 nat or gradient norm above 500 (RKSP)."""
     found = np.zeros(cases.sizes["run"], dtype=bool)
     for name, limit in LIMITS.items():
         if name in cases.variables:

@@ -236,11 +236,7 @@ def _risks(cases: xr.Dataset, pilot: FoundRates | None, model: EdgeModel | None)
 
 
 def _after_pilot(risk: Risk, pilot: FoundRates) -> Risk:
-    """Return the risk with the edges of a pilot.
-
-    A pilot does not measure the explosion edge. The probability of an explosion is limited by the probability that the
-    learning rate is too large, because a run that diverges does not learn well.
-    """
+    """Return the risk with a pilot's edges, whose useful edge limits the probability of an explosion."""
     if pilot.reason:
         raise OptionError(f"The pilot has no estimates: {pilot.reason}")
     if pilot.n_steps != risk.n_steps:

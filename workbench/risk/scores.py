@@ -79,11 +79,7 @@ def auroc(
 def resamples(
     groups: ArrayLike | None, n_runs: int, n_bootstrap: int, seed: int, *, block: int = _BLOCK
 ) -> Iterator[np.ndarray]:
-    """Draw groups with replacement and count how often each run is drawn.
-
-    Yields:
-        Blocks of shape (resample, run).
-    """
+    """Draw groups with replacement; yield how often each run is drawn, in blocks of shape (resample, run)."""
     if groups is not None and np.size(groups) != n_runs:
         raise OptionError(f"groups must have one entry for each of the {n_runs} runs, got {np.size(groups)}.")
     _, index = np.unique(np.arange(n_runs) if groups is None else np.asarray(groups), return_inverse=True)

@@ -45,15 +45,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class _Heads:
-    """Names of the options that describe one kind of heads.
-
-    Attributes:
-        counts: Options for the number of heads.
-        groups: Options for the number of groups of heads that share parameters, such as keys and values.
-        multiples: Options for numbers that are multiples of the number of heads.
-        sizes: Options for the width of one head, or of a part of it.
-        expand: Option for the ratio of the total width of all heads to the width; empty if they are independent.
-    """
+    """Options of one kind of heads: their number, groups, multiples, widths, and total width over the width."""
 
     counts: tuple[str, ...]
     groups: tuple[str, ...] = ()
@@ -317,12 +309,7 @@ def _is_increasing(values: Sequence[Any]) -> bool:
 
 
 class DesignSource(ABC):
-    """Builder of the models of a design at any size.
-
-    Attributes:
-        width: Width of the residual stream at the target size.
-        depth: Number of residual blocks at the target size.
-    """
+    """Builder of the models of a design at any size; width and depth are those of the target."""
 
     if TYPE_CHECKING:  # Attributes of some sources, properties of others.
 
@@ -366,19 +353,13 @@ class DesignSource(ABC):
         """Build a model with initial parameters; the caller preserves the global random state."""
 
     def count(self, width: int, depth: int, vocabulary: int | None) -> int:
-        """Return the number of parameters of a model of a size, with tied parameters counted once.
-
-        Memory is allocated only by a function that itself chooses a device.
-        """
+        """Return the number of parameters at a size, tied ones once; meta device unless a function chooses its own."""
         with torch.device("meta"):
             model = self.make(width, depth, 0, vocabulary)
         return sum(parameter.numel() for parameter in model.parameters())
 
     def nearest_width(self, width: int) -> int:
-        """Return the nearest width that a model can have; the smaller one of two equally near widths.
-
-        It is a multiple of the width per head, so that heads keep their width, or less than the width of one head.
-        """
+        """Return the nearest possible width (the smaller of two): a multiple of the head's width, or less than it."""
         per_head = self.width_per_head
         if per_head is None:
             return width
@@ -455,10 +436,7 @@ class ZooSource(DesignSource):
 
 @dataclass(frozen=True)
 class FunctionSource(DesignSource):
-    """A design from a function of width, depth and seed that returns a model.
-
-    The vocabulary can be reduced if the function has a parameter ``vocabulary``.
-    """
+    """A design from a function of width, depth and seed, and perhaps ``vocabulary``, that returns a model."""
 
     function: Callable[..., nn.Module]
     width: int

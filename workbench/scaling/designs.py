@@ -361,11 +361,7 @@ def matched_width(
 
 
 def _fan_in(owner: nn.Module, shape: torch.Size, narrow: Tensor, wide: Tensor, n_experts: int | None) -> int:
-    """Return the number of terms that are summed for each output; 1 for a table whose rows are looked up or added.
-
-    A parameter outside of a layer of torch is such a table if only one of its axes grows with the width, unless it has
-    a row for each expert.
-    """
+    """Return the terms summed for each output; 1 for tables, whose rows are looked up or added."""
     n_growing = sum(a != b for a, b in zip(narrow.shape, wide.shape, strict=True))
     is_bare = type(owner).__module__.split(".")[0] != "torch" and type(owner).__name__ != "Conv1D"
     has_experts = n_experts is not None and shape[0] == n_experts

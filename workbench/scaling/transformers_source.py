@@ -44,11 +44,7 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def misfit(built: Shapes, target: Shapes, size: tuple[int, int], target_size: tuple[int, int]) -> str:
-    """Find an error in the size of a model from the shapes of its parameters.
-
-    Returns:
-        A clause that describes the error; empty if there is none.
-    """
+    """Return a clause on what in the shapes of its parameters contradicts a model's size; empty if nothing does."""
     (width, depth), (of_width, of_depth) = size, target_size
     counts, of_counts = _n_blocks(built), _n_blocks(target)
     for stack, n in of_counts.items():
@@ -274,10 +270,7 @@ class TransformersSource(DesignSource):
 
 
 def class_of(config: Any) -> Any:
-    """Return the class of the models of a configuration: the class that it names, or one with a head.
-
-    A model without a head makes no predictions, so it receives the head of its pretraining task.
-    """
+    """Return the class of a configuration's models; one without a head receives that of its pretraining task."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 

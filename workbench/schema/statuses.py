@@ -9,10 +9,7 @@ from enum import IntEnum, StrEnum
 
 
 class Verdict(StrEnum):
-    """Verdicts of an assessment, from best to worst.
-
-    "cannot say": no measurement failed, but the measurements do not show that the design will train.
-    """
+    """Verdicts, from best to worst; "cannot say": nothing failed, and nothing shows that the design will train."""
 
     PROCEED = "proceed"
     CANNOT_SAY = "cannot say"

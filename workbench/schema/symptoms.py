@@ -10,17 +10,10 @@ from workbench.schema.statuses import SymptomKind
 
 
 class SymptomRule(NamedTuple):
-    """How a symptom is read.
+    """How a symptom is read: title, part and variable of its value, and the template of its sentence.
 
-    Attributes:
-        title: What its value measures, as a noun phrase for figures and reports.
-        place: Part of the run and variable that hold the value; empty if there is none.
-        scale: Levels of strength 0 and 1, then the limits of the strength if they are not 0 and 1.5.
-        reference: Usual value; NaN if there is none.
-        sentence: Template: ``v`` is the value, ``p`` the value in percent, ``short`` and ``fold`` the value in words.
-        is_log: Whether the level is log10 of the value.
-        units: Units of the value.
-        kind: Source of the value.
+    ``scale`` has the levels of strength 0 and 1, then its limits if not 0 and 1.5; ``is_log`` takes log10 of the value.
+    In sentences ``v`` is the value, ``p`` percent, ``short`` and ``fold`` words.
     """
 
     title: str
@@ -274,9 +267,5 @@ SYMPTOM_TITLES = {name: rule.title for name, rule in SYMPTOMS.items()} | {
 
 
 def symptom_title(name: str) -> str:
-    """Return the title of a symptom; for an unknown one, its identifier in words.
-
-    Args:
-        name: Identifier, such as ``"few_rows"``.
-    """
+    """Return the title of a symptom; for an unknown one, its identifier in words."""
     return SYMPTOM_TITLES.get(name, title_of(name))

@@ -78,10 +78,9 @@ def of_set(runs: xr.Dataset, *names: str) -> xr.Dataset:
 
 
 def harmful(runs: xr.Dataset) -> xr.DataArray:
-    """Return which runs were harmed by a fault that the logged settings do not reveal, bool with dim ``run``.
+    """Return which runs a fault harmed that the settings do not reveal, bool with dim ``run``.
 
-    A run is harmed if it diverged, or if at its end the loss exceeded that of the same run without the fault by three
-    standard deviations of a mean over 50 steps.
+    A harmed run diverged, or ended above its control by three standard deviations of a mean over 50 steps.
     """
     _need(runs, "start", "is_harmful", "settings_show_it")
     return runs["start"].notnull() & runs["is_harmful"] & ~runs["settings_show_it"]

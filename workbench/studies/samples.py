@@ -289,11 +289,7 @@ def paired_run(name: str) -> Path:
 
 
 def recorded(name: str) -> Path:
-    """Return the path of a file of recorded studies.
-
-    Raises:
-        StoreError: If the recorded studies are not installed.
-    """
+    """Return the path of a file of recorded studies; StoreError if they are not installed."""
     file = _DATA / name
     if not file.exists():
         raise StoreError(

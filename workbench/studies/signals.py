@@ -108,16 +108,9 @@ class Signal:
 
 @dataclass(frozen=True)
 class Entry:
-    """Description of a signal without its values.
+    """A signal without its values: part, variable, term (None without) and unit (``"1"`` without dimension).
 
-    Attributes:
-        name: Name of the signal.
-        part: Part of the run.
-        variable: Variable in that part.
-        term: Term of the variable; None if it has no terms.
-        places: Dimensions besides steps, some of ``layer``, ``head``, ``module``, ``expert``.
-        long_name: Title of the quantity.
-        unit: Unit; ``"1"`` for dimensionless quantities.
+    ``places`` are dimensions besides steps, some of ``layer``, ``head``, ``module``, ``expert``.
     """
 
     name: str
@@ -148,10 +141,7 @@ def names(run: xr.DataTree) -> list[str]:
 
 
 def catalogue(run: xr.DataTree) -> dict[str, Entry]:
-    """Return descriptions of the signals of a run by name, without reading values.
-
-    If two parts have a variable of the same name, the later signal is called ``"part/name"``.
-    """
+    """Return descriptions of a run's signals by name, ``"part/name"`` for a later one of equal name."""
     found: dict[str, Entry] = {}
     others = [part for part in run.children if part not in (*_PARTS, "spectra", "events")]
     for part in (*_PARTS, *others, "spectra"):
@@ -246,12 +236,7 @@ def read(
 
 
 def heat(run: xr.DataTree, name: str, step: int) -> xr.DataArray:
-    """Read a signal at one step with all its dimensions: layers and heads, layers and experts, or modules.
-
-    Returns:
-        The values with dims ``layer`` and ``head``, or those of ``layer``, ``module`` and ``expert`` that the signal
-        has. The scalar coordinate ``step`` is the step that was used. NaN where not measured.
-    """
+    """Return a signal at one step with all its dimensions, such as layers and heads; ``step`` is the one used."""
     entry = _entry(run, name)
     if not entry.places:
         raise SchemaError(f"'{name}' has no layers; choose a signal that has, such as an effective rank or an entropy.")
@@ -339,13 +324,7 @@ def _variable_of(name: str) -> str:
 
 
 def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), *, n: PositiveInt = 6) -> list[str]:
-    """Return the signals to show first: loss, gradient norm, those with alarms, and those that distinguish mechanisms.
-
-    Args:
-        runs: Runs by name.
-        alarmed: Signals with alarms, in the order of their alarms; the first three are used.
-        n: Maximum number of signals.
-    """
+    """Return ``n`` signals to show first: loss, gradient norm, alarmed ones, those that tell mechanisms apart."""
     known = dict.fromkeys(name for run in runs.values() for name in names(run))
     order = ["loss", "grad_norm", *list(dict.fromkeys(name for name in alarmed if name in known))[:3], *_INFORMATIVE]
     return list(dict.fromkeys(name for name in order if name in known))[:n]
@@ -432,13 +411,7 @@ def decimate(
 
 @dataclass(frozen=True)
 class SignalBand:
-    """The range of a signal in healthy runs.
-
-    Attributes:
-        step: Center of each interval of steps, shape (interval,).
-        lower: Lower quantile in each interval, shape (interval,).
-        upper: Upper quantile in each interval, shape (interval,).
-    """
+    """Lower and upper quantile of a signal in healthy runs by center of each interval of steps."""
 
     step: np.ndarray
     lower: np.ndarray
@@ -452,13 +425,7 @@ def healthy_band(
     quantiles: Quantiles = (0.05, 0.95),
     n: PositiveInt = 100,
 ) -> SignalBand:
-    """Compute running quantiles over healthy runs, from all values in each interval of steps and its neighbors.
-
-    Args:
-        lines: Steps and values of each run; values that are not finite are ignored.
-        quantiles: Lower and upper quantile.
-        n: Number of intervals of equal length; fewer if there are fewer than five values per interval.
-    """
+    """Compute running quantiles over healthy runs from finite values in each of ``n`` intervals and its neighbors."""
     finite = [np.isfinite(value) for _, value in lines]
     step = np.concatenate([np.zeros(0), *(line[0][is_there] for line, is_there in zip(lines, finite, strict=True))])
     value = np.concatenate([np.zeros(0), *(line[1][is_there] for line, is_there in zip(lines, finite, strict=True))])

@@ -50,10 +50,7 @@ N_PILOT_UPDATES = 10
 
 
 def pilot_rate(model: nn.Module, batches: Sequence[Batch], plan: TrainingPlan, loss: Loss) -> float:
-    """Find the constant learning rate from which a copy diverges within ten updates, without warm-up and schedule.
-
-    It is NaN if the optimizer needs several gradients for an update, or is an existing one, which cannot be tried.
-    """
+    """Return the constant rate from which a copy diverges within ten updates; NaN where no copy can be tried."""
     if _Copy(model, loss).optimizer(plan, 1.0) is None:
         return math.nan
 
@@ -170,11 +167,7 @@ def first_update(
 
 
 def _first_rate(is_too_large: Callable[[float], bool], *, in_order: bool = False) -> float:
-    """Return the limit above which rates are too large: infinite above the grid, and no smaller than its first rate.
-
-    The coarse grid is searched from below, or by bisection if all rates above the limit are too large (``in_order``);
-    the limit between two rates of the grid is refined by bisection.
-    """
+    """Return the limit above which rates are too large: infinite above the grid, at least its first rate."""
     low, high = -1, len(TRIED_RATES)
     while in_order and high - low > 1:
         middle = (low + high) // 2
@@ -307,10 +300,7 @@ def measure_row(
     runs_pilot: bool = True,
     loss: Callable[[Tensor, Tensor], Tensor] = token_loss,
 ) -> dict[str, Any]:
-    """Return the measurements of `measure_case` by name: arrays of shape (layer,), eigenvalues of shape (layer, mode).
-
-    With ``n_snapshots=0`` the spectral quantities are NaN.
-    """
+    """Return the measurements of `measure_case` by name, (layer,) or (layer, mode); ``n_snapshots=0``: no spectra."""
     module = model.model if isinstance(model, Subject) else model
     n_batches = N_PILOT_UPDATES + 1 if takes_gradients and runs_pilot else 1
     batches = [

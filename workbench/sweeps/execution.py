@@ -304,11 +304,7 @@ def outcome(records: list[StepRecord]) -> dict[str, Any]:
 
 
 def loss_curves(records: list[StepRecord], evaluations: list[tuple[int, float]]) -> dict[str, np.ndarray]:
-    """Return the losses along a run, with the names of ``schema.sweeps.CURVES``.
-
-    Returns:
-        Arrays of shapes (window,) and (evaluation,); infinite where a loss is not finite.
-    """
+    """Return the losses along a run by name in ``schema.sweeps.CURVES``; infinite where not finite."""
     losses = np.array([record.loss for record in records])
     n_windows = -(-len(losses) // LOSS_WINDOW)
     windows = [losses[i * LOSS_WINDOW : (i + 1) * LOSS_WINDOW].mean() for i in range(n_windows)]
@@ -338,10 +334,7 @@ def trivial_loss(task: SeededTask) -> float:
 
 
 def count_spikes(loss: np.ndarray) -> int:
-    """Count the steps whose loss exceeds the mean of the previous 20 losses by more than three standard deviations.
-
-    RKSP counts loss spikes without defining them; this definition is the workbench's own.
-    """
+    """Count steps whose loss exceeds the mean of the previous 20 by three deviations (RKSP leaves spikes undefined)."""
     loss = np.asarray(loss, dtype=float)
     if not len(loss) > _SPIKE_WINDOW:
         return int(np.count_nonzero(~np.isfinite(loss)))

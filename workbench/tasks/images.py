@@ -73,12 +73,7 @@ class Digits(SeededTask):
         return len(split_rows(self.seed, "validation"))
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Return batch number ``index`` of the stream.
-
-        Returns:
-            images: float32 in [0, 1], shape (batch, channel, height, width); 1 is ink.
-            targets: Classes as int64, shape (batch,).
-        """
+        """Return batch ``index``: images in [0, 1], (batch, channel, height, width), 1 is ink; and classes, int64."""
         rows = split_rows(self.seed, self.split)
         key = (self.name, "order", self.split, self.seed)
         chosen = rows[shuffled_rows(len(rows), batch_size=self.batch_size, index=index, key=key)]

@@ -12,10 +12,7 @@ import torch
 
 
 class RandomStream:
-    """Private states of the global generators of Python, NumPy and torch (CPU and optionally CUDA).
-
-    Two training runs that alternate in one process draw the same numbers as each does alone.
-    """
+    """Private states of Python's, NumPy's and torch's global generators, so that alternating runs draw as alone."""
 
     def __init__(self, seed: int, *, device: torch.device | str = "cpu") -> None:
         device = torch.device(device)

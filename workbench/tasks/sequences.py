@@ -51,11 +51,7 @@ class SyntheticLM(SequenceTask):
         return self.n_validation_sequences
 
     def sequence(self, row: int) -> Tensor:
-        """Return sequence number ``row`` of the split and the token that follows it.
-
-        Returns:
-            int64, shape (``length`` + 1,).
-        """
+        """Return sequence ``row`` of the split and the token that follows it, int64, (``length`` + 1,)."""
         generator = random.Random(mixed_seed(self.name, self.split, self.seed, row))
         tokens: list[int] = []
         for _, segment in segments(generator, vocab_size=self.vocab_size):
@@ -65,12 +61,7 @@ class SyntheticLM(SequenceTask):
         return torch.tensor(tokens[: self.length + 1])
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Return batch number ``index`` of the stream.
-
-        Returns:
-            tokens: int64, shape (batch, token).
-            targets: The next token at each position, same shape.
-        """
+        """Return batch ``index`` of the stream: tokens and the next token at each position, int64 (batch, token)."""
         n_rows = self.n_sequences if self.split == "train" else self.n_validation_sequences
         key = (self.name, "order", self.split, self.seed)
         rows = shuffled_rows(n_rows, batch_size=self.batch_size, index=index, key=key)
@@ -170,12 +161,7 @@ class AssociativeRecall(SequenceTask):
             )
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Return batch number ``index`` of the stream.
-
-        Returns:
-            Tokens and targets, both int64 of shape (batch, token). The target at the last position is the value, and
-            all others are -100, which cross entropy ignores.
-        """
+        """Return batch ``index``: tokens and targets, int64 (batch, token), -100 except at the last position."""
         generator = batch_generator(self.seed, index)
         half = self.vocab_size // 2
         n, pairs = self.batch_size, self.n_pairs
@@ -236,12 +222,7 @@ class RandomTokens(SequenceTask):
     seed: Seed = 0
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Return batch number ``index`` of the stream.
-
-        Returns:
-            tokens: int64, shape (batch, token).
-            targets: The next token at each position, same shape.
-        """
+        """Return batch ``index`` of the stream: tokens and the next token at each position, int64 (batch, token)."""
         shape = (self.batch_size, self.length + 1)
         tokens = torch.randint(self.vocab_size, shape, generator=batch_generator(self.seed, index))
         return tokens[:, :-1].to(device), tokens[:, 1:].to(device)
@@ -303,12 +284,7 @@ class TextBytes(SequenceTask):
             raise OptionError.of("length", self.length, f"at most {longest}, the length of the validation text")
 
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Return batch number ``index`` of the stream.
-
-        Returns:
-            tokens: Bytes as int64, shape (batch, token).
-            targets: The next byte at each position, same shape.
-        """
+        """Return batch ``index`` of the stream: bytes and the next byte at each position, int64 (batch, token)."""
         text = split_text(self.split)
         generator = batch_generator(self.seed, index)
         start = torch.randint(len(text) - self.length - 1, (self.batch_size, 1), generator=generator)

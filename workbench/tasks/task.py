@@ -71,10 +71,7 @@ class Task(Protocol):
 
 
 class SeededTask(ABC):
-    """Base class of generated tasks, in which every batch is a function of the seed and its number.
-
-    A subclass is a frozen dataclass with the fields ``batch_size`` and ``seed``, and ``split`` if it has splits.
-    """
+    """Base class of generated tasks, frozen dataclasses in which a batch is a function of ``seed`` and number."""
 
     name: ClassVar[str]
     batch_size: int
@@ -82,11 +79,7 @@ class SeededTask(ABC):
 
     @abstractmethod
     def batch(self, index: int, *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-        """Return batch number ``index`` of the stream; negative numbers are used by `probe` and never for training.
-
-        Returns:
-            Inputs and targets.
-        """
+        """Return batch ``index``, inputs and targets; negative numbers are for `probe`, never for training."""
 
     @property
     @abstractmethod
@@ -113,10 +106,7 @@ class SeededTask(ABC):
         return self.held_out(n_tokens)[0]
 
     def held_out(self, n_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return held-out inputs and targets, from the validation split if there is one, else never used in training.
-
-        They do not depend on ``batch_size``.
-        """
+        """Return held-out inputs and targets, never used in training and independent of ``batch_size``."""
         n_rows = -(-n_tokens // self.states_per_row)
         changes: dict[str, Any] = {"split": "validation"} if hasattr(self, "split") else {}
         task: Any = self  # every subclass is a dataclass
@@ -154,13 +144,7 @@ def mixed_seed(*key: str | int) -> int:
 
 
 def shuffled_rows(n_rows: int, *, batch_size: int, index: int, key: tuple[str | int, ...]) -> Tensor:
-    """Return the rows of batch number ``index`` if every epoch reads all rows once, in a different order each time.
-
-    The last batch of an epoch is completed with rows of the next one, so that all batches have the same size.
-
-    Returns:
-        Row numbers as int64, shape (batch,).
-    """
+    """Return the rows of batch ``index`` in epochs of shuffled rows, whose last batch borrows from the next."""
     position = torch.arange(index * batch_size, (index + 1) * batch_size)
     epoch = position.div(n_rows, rounding_mode="floor")
     rows = torch.empty_like(position)

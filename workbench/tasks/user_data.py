@@ -115,11 +115,7 @@ class DataTask:
 
     @checked
     def probe(self, n_tokens: PositiveInt) -> Inputs:
-        """Return the first batches, merged, of an epoch whose random choices differ from those of training.
-
-        They are not held out: a long run is also trained on them. Batches of different lengths are padded at the end if
-        they have an ``attention_mask``; otherwise only those of the length of the first one are used.
-        """
+        """Return the first batches of an epoch of its own, merged and padded where masked; they are not held out."""
         if n_tokens not in self._probes:
             draws = PrivateDraws(self._generators, self._initial_states)
             draws.begin_epoch(mixed_seed("data", "probe", self._seed))

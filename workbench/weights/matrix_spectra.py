@@ -283,10 +283,7 @@ def _measured(name: str, matrix: Tensor, other: Tensor | None) -> dict[str, Any]
 
 
 def _singular_values(matrix: Tensor, other: Tensor | None) -> tuple[Tensor, float]:
-    """Return the singular values of a matrix, or of its difference from another, and the other's Frobenius norm.
-
-    The singular values are in decreasing order.
-    """
+    """Return decreasing singular values of a matrix, or of its difference from another, and the other's norm."""
     if matrix.device.type == "mps":  # mps has no float64
         matrix = matrix.cpu()
     if other is not None:
@@ -400,15 +397,7 @@ _TRACY_WIDOM_99 = 2.0234
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """Power law p(x) ~ x^-alpha of the largest of some values.
-
-    Attributes:
-        alpha: Exponent.
-        error: Standard error of alpha, (alpha - 1) / sqrt(n_tail).
-        distance: Kolmogorov-Smirnov distance between tail and power law.
-        start: Smallest value of the tail.
-        n_tail: Number of values in the tail.
-    """
+    """Power law p(x) ~ x^-alpha of the ``n_tail`` values above ``start``, and its error and distance (Kolmogorov)."""
 
     alpha: float = np.nan
     error: float = np.nan
@@ -470,13 +459,7 @@ def power_law_tail(values: np.ndarray) -> PowerLaw:
 
 @dataclass(frozen=True)
 class Bulk:
-    """Bulk of the eigenvalues of W'W / N according to a random matrix with the same median eigenvalue.
-
-    Attributes:
-        variance: Variance of the entries of that random matrix.
-        edge: 99 % quantile of its largest eigenvalue.
-        n_spikes: Number of eigenvalues above the edge.
-    """
+    """Bulk of a random matrix with the same median eigenvalue of W'W / N: its 99 % edge, and spikes above it."""
 
     variance: float = np.nan
     edge: float = np.nan

@@ -307,10 +307,7 @@ def final_norm(config: ArchitectureConfig) -> nn.Module:
 
 
 def deep_norm_constants(config: ArchitectureConfig) -> tuple[float, float]:
-    """Return alpha = (2L)^(1/4) and beta = (8L)^(-1/4) of DeepNorm for decoders.
-
-    Beta is 1 for ``deep_norm``; both are 1 for other norms.
-    """
+    """Return alpha = (2L)^(1/4) and beta = (8L)^(-1/4) of DeepNorm for decoders, 1 for other norms."""
     if config.norm not in ("deep_norm", "deep_norm_post"):
         return 1.0, 1.0
     beta = (8 * config.n_layers) ** -0.25 if config.norm == "deep_norm_post" else 1.0
@@ -359,21 +356,12 @@ class Attention(Branch):
 
 
 def window_mask(n_tokens: int, window: int, device: torch.device | None = None) -> Tensor:
-    """Return whether each token (row) attends to each other (column): itself and the ``window - 1`` tokens before it.
-
-    The mask is bool, shape (token, token).
-    """
+    """Return whether each token (row) attends to each other (column): itself and ``window - 1`` tokens before it."""
     return torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotate queries or keys by their positions (Su et al. 2021, arXiv:2104.09864).
-
-    Feature i of the first half and feature i of the second half form a pair that is rotated.
-
-    Returns:
-        The rotated tensor, shaped like ``x``; position 0 is unchanged.
-    """
+    """Rotate queries or keys, pairs of feature i of both halves, by position (Su et al. 2021, arXiv:2104.09864)."""
     half, dtype = x.shape[-1] // 2, torch.promote_types(x.dtype, torch.float32)
     frequency = base ** -(torch.arange(half, device=x.device, dtype=dtype) / half)
     angle = torch.arange(x.shape[-2], device=x.device, dtype=dtype)[:, None] * frequency

@@ -186,10 +186,7 @@ class Mamba(Decoder):
 
 
 class MambaBlock(ResidualBlock):
-    """Residual block x + mixer(norm(x)), without attention or MLP.
-
-    It has about half as many parameters as a block of a transformer.
-    """
+    """Residual block x + mixer(norm(x)), without attention or MLP, of half the parameters of a transformer's."""
 
     def __init__(self, config: ArchitectureConfig) -> None:
         super().__init__()

@@ -184,12 +184,7 @@ class StaleReduction(Fault):
 
 
 def in_buckets(sizes: Sequence[int], n_buckets: int) -> list[list[int]]:
-    """Assign parameters to buckets of similar size, from the last parameter to the first.
-
-    Args:
-        sizes: Number of elements of each parameter.
-        n_buckets: Number of buckets, at most the number of parameters.
-    """
+    """Assign parameters, given by their sizes, to buckets of similar size, from the last parameter to the first."""
     buckets: list[list[int]] = [[]]
     n_left, n_taken = sum(sizes), 0
     for n_unassigned, i in zip(range(len(sizes), 0, -1), reversed(range(len(sizes))), strict=True):

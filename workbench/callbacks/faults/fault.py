@@ -334,10 +334,7 @@ class CorruptedData(Fault):
 
 
 def _with_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return inputs with changed token ids.
-
-    These are the inputs if they are a tensor, ``input_ids`` of a mapping, or the first positional argument.
-    """
+    """Return inputs (a tensor, ``input_ids`` of a mapping, or the first positional argument) with changed token ids."""
     if isinstance(inputs, Mapping) and isinstance(tokens := inputs.get("input_ids"), Tensor):
         return {**inputs, "input_ids": change(tokens)}
     if isinstance(inputs, tuple | list) and inputs and isinstance(inputs[0], Tensor) and _are_tokens(inputs[0]):

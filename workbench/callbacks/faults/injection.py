@@ -389,10 +389,7 @@ class AttachedFault:
         self._attachment.end(is_broken=is_broken)
 
     def change_batch(self, inputs: Any, targets: Tensor) -> tuple[Any, Tensor]:
-        """Return a batch as changed by the fault, for faults of the data where the model does not receive the labels.
-
-        It has to be called with each batch before the forward pass, which then leaves the inputs unchanged.
-        """
+        """Return a batch as changed by a fault of the data, before its forward pass, where the model gets no labels."""
         self._begin()
         self._changes_inputs = False
         return self._attachment.callbacks.change_batch(inputs, targets)

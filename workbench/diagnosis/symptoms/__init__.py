@@ -35,13 +35,7 @@ _UNUSUAL = 0.3
 def read_symptoms(
     record: Record, failure: Failure, *, kinds: Collection[str] = tuple(SymptomKind)
 ) -> dict[str, Symptom]:
-    """Return every symptom that can be read from the record, by name.
-
-    Args:
-        record: Record of the run.
-        failure: Failure of the run.
-        kinds: Kinds of symptoms to read.
-    """
+    """Return every symptom of some kinds that can be read from the record, by name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # blocks without a part, such as attention, are NaN throughout
         found = [*training_symptoms(record, failure), *model_symptoms(record, failure)]

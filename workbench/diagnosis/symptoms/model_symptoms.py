@@ -36,10 +36,7 @@ def model_symptoms(record: Record, failure: Failure) -> Iterator[Symptom]:
 
 
 def odd_one(values: np.ndarray) -> tuple[int, float]:
-    """Return the value that differs most from the median of the others, as its index and log10 of the ratio.
-
-    (-1, 0) if there are fewer than three finite values.
-    """
+    """Return index and log10 ratio of the value farthest from the others' median; (-1, 0) for fewer than three."""
     logs = np.log10(np.maximum(np.asarray(values, dtype=np.float64), 1e-12))
     known = np.flatnonzero(np.isfinite(logs))
     if len(known) < 3:
@@ -129,10 +126,7 @@ def _usual(is_odd: bool) -> str:
 
 
 def _of_attention(record: Record, failure: Failure) -> Iterator[Symptom]:
-    """Yield the symptoms of attention before the failure, where faults of arithmetic appear first (arXiv:2606.28116).
-
-    At the end of a stalled run.
-    """
+    """Yield the symptoms of attention before the failure, where arithmetic faults appear first (arXiv:2606.28116)."""
     steps = record.steps_of("attention")
     at = failure.last_row(steps)
     has_logits = record.has("attention", "attention_logit_max")

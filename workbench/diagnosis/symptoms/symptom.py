@@ -67,11 +67,7 @@ def symptom_of(
     selection: Mapping[str, Any] | None = None,
     **words: Any,
 ) -> Symptom:
-    """Return a symptom by its rule in `schema.symptoms.SYMPTOMS`.
-
-    ``level``, ``strength``, ``place``, ``sentence``, ``reference`` and ``kind`` replace what follows from the rule and
-    the value; ``words`` are further words of the sentence.
-    """
+    """Return a symptom by its rule in `SYMPTOMS`; what is passed replaces what follows from rule and value."""
     rule = SYMPTOMS[name]
     if strength is None:
         level = (finite_log10(value) if rule.is_log else value) if level is None else level
