@@ -57,7 +57,7 @@ def one_pass(model):
 
 def projected(tensor, turn=0, seed=3, row=0, whole=None):
     """Return the projections of a tensor, or of the rows of a larger one from ``row`` on, and their norm."""
-    places = Places.of(tensor if whole is None else whole, turn).after(row * math.prod(tensor.shape[1:]))
+    places = Places.of(tensor if whole is None else whole, turn).after(row)
     entries = entries_of(tensor, places).flatten()
     signs = random_signs(seed)[:, places.n_before : places.n_before + len(entries)]
     return project(entries[None], signs)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,8 @@ _N_COMPARED, _N_TOKENS, _N_CLASSES = 32, 64, 256
 _LARGEST = torch.iinfo(torch.int64).max
 
 
-class _Counted(NamedTuple):
-    """Ids, in which those that do not count are numbers that occur once, and how many count, float64."""
-
-    ids: Tensor
-    n: Tensor
+#: Ids, in which those that do not count are numbers that occur once, and how many count, float64.
+_Counted = tuple[Tensor, Tensor]
 
 
 class BatchProbe:
@@ -71,10 +68,8 @@ class BatchProbe:
             labels = inputs.get("labels") if labels is None else labels
         if first is None:
             return {}
-        of_tokens = None
-        if _are_ids(first):
-            is_seen = mask != 0 if isinstance(mask, Tensor) and mask.shape == first.shape else None
-            of_tokens = self._counted(first, is_seen)
+        is_seen = mask != 0 if isinstance(mask, Tensor) and mask.shape == first.shape else None
+        of_tokens = self._counted(first, is_seen) if _are_ids(first) else None
         has_labels = isinstance(labels, Tensor) and _are_ids(labels)
         found = self._contents(first, of_tokens, labels if has_labels else None)
         hashes = self._hashed(first)
@@ -91,7 +86,7 @@ class BatchProbe:
         is_counted = None if labels is None else labels != IGNORED
         of_labels = None if labels is None else self._counted(labels, is_counted)
         both = [each for each in (of_tokens, of_labels) if each is not None]
-        are_alike = len({(each.ids.numel(), each.ids.device) for each in both}) == 1
+        are_alike = len({(ids.numel(), ids.device) for ids, _ in both}) == 1
         entropies = self._entropies(both) if are_alike else [self._entropies([each])[0] for each in both]
         found = {} if of_tokens is None else {"token_entropy": entropies[0]}
         if of_labels is not None and is_counted is not None:
@@ -110,18 +105,17 @@ class BatchProbe:
             self._once = _LARGEST - self._places
         ids = ids.to(torch.int64)
         if is_counted is None:
-            return _Counted(ids, torch.full((), ids.numel(), dtype=torch.float64, device=ids.device))
-        return _Counted(
-            ids.where(is_counted, self._once[: ids.numel()].view(ids.shape)), is_counted.sum(dtype=torch.float64)
-        )
+            return ids, torch.full((), ids.numel(), dtype=torch.float64, device=ids.device)
+        once = self._once[: ids.numel()].view(ids.shape)
+        return ids.where(is_counted, once), is_counted.sum(dtype=torch.float64)
 
     def _entropies(self, lists: Sequence[_Counted]) -> Sequence[Tensor]:
         """Compute log n - sum_c c log(c) / n for each list, where c is the count of an id."""
-        ordered = torch.stack([each.ids.flatten() for each in lists]).sort(1).values
+        ordered = torch.stack([ids.flatten() for ids, _ in lists]).sort(1).values
         places = self._places[1 : max(1, ordered.shape[1])]
         # The k-th of equal ids adds k log(k) - (k - 1) log(k - 1), which is 0 for the first.
         first = ((ordered[:, 1:] != ordered[:, :-1]) * places).cummax(1).values
-        n = torch.stack([each.n for each in lists])
+        n = torch.stack([n for _, n in lists])
         return (n.log() - self._terms.take(places - first).sum(1) / n).unbind()
 
     def state_dict(self) -> list[int]:

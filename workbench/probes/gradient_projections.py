@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+import threading
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,7 +54,7 @@ class _Step:
     weights: dict[int, Tensor] = field(default_factory=dict)  # entries of marked parameters in the first pass
     moved: dict[int, Tensor] = field(default_factory=dict)  # whether they have changed since
     has_moved: bool = False
-    dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # the coarsest ones of gradients, by number
+    dtypes: defaultdict[int, set[torch.dtype]] = field(default_factory=lambda: defaultdict(set))  # of gradients
     problem: Exception | None = None
 
 
@@ -131,7 +132,7 @@ class GradientProjections:
         self._signs = {torch.device("cpu"): random_signs(seed)}
         self._nodes: list[Node] = []
         self._handles: list[RemovableHandle] | None = None
-        self._step = _Step()
+        self._step, self._lock = _Step(), threading.Lock()
 
     @property
     def is_armed(self) -> bool:
@@ -234,14 +235,14 @@ class GradientProjections:
         taken = np.where(self._is_sharded[:, None], taken.sum(0), taken)
         n_elements = np.zeros(n, dtype=int)
         n_elements[numbers] = [places.n_entries for places in step.places.values()]
-        dtypes = [step.dtypes.get(i, parameter.dtype) for i, parameter in enumerate(self.parameters)]
+        seen = [map(torch.finfo, {parameter.dtype, *step.dtypes[i]}) for i, parameter in enumerate(self.parameters)]
         return ProjectedGradients(
             computed=computed[..., :-1],
             accumulated=accumulated[..., :-1],
             received=taken[..., :-1],
             size=np.maximum(computed, accumulated)[..., -1],
             n_elements=n_elements,
-            formats=tuple(torch.finfo(dtype).dtype for dtype in dtypes),
+            formats=tuple(max(infos, key=lambda info: info.eps).dtype for infos in seen),
             n_passes=int(ranks[..., -4].max()),
             passes=passes,
             is_left_over=np.any(ranks[..., -3] > 0, axis=0),
@@ -252,19 +253,19 @@ class GradientProjections:
     def _see(self, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         """Copy entries of the gradient that autograd is about to accumulate; an exception would end the pass."""
         try:
-            if self._step.problem is None:
-                self._take(self._step, number, gradients)
+            with self._lock:  # each device has a thread
+                if self._step.problem is None:
+                    self._take(self._step, number, gradients)
         except Exception as error:  # noqa: BLE001  (it is raised when the step is measured)
             self._step.problem = error
 
     def _take(self, step: _Step, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         leaf = self._leaf(number)
-        gradient, before = gradients[0], None if leaf is None else leaf.grad
+        gradient, before, places = gradients[0], None if leaf is None else leaf.grad, step.places[number]
         if gradient is None:
             return
         if number in step.latest:  # the next pass has begun
             self._end_pass(step)
-        places = step.places[number]
         step.latest[number] = entries_of(gradient, places).clone()
         step.before.pop(number, None)
         if before is not None:
@@ -295,14 +296,13 @@ class GradientProjections:
         """Return entries of the gradients that this rank received, or of its parts of them, and their places."""
         found, places = {}, dict(step.places)
         for number in step.places:
-            parameter = self.parameters[number]
-            gradient: Any = parameter.grad
+            gradient: Any = self.parameters[number].grad
             if gradient is None:
                 continue
             if self._is_sharded[number]:
-                n_rows, of_row = len(parameter), math.prod(parameter.shape[1:])
+                n_rows = len(gradient)
                 row = min(distributed.get_rank() * -(-n_rows // distributed.get_world_size()), n_rows)
-                places[number] = places[number].after(row * of_row)
+                places[number] = places[number].after(row)
             found[number] = entries_of(local_part(gradient), places[number])
         return found, places
 
@@ -326,9 +326,7 @@ class GradientProjections:
             values = project(rows, self._signs[device][:, n_before : n_before + shape.numel()])
             step.projected.append((i, [row_of[number] for number in numbers], values))
             for number in numbers:
-                known = step.dtypes.get(number, self.parameters[number].dtype)
-                is_coarser = dtype != known and torch.finfo(dtype).eps > torch.finfo(known).eps
-                step.dtypes[number] = dtype if is_coarser else known
+                step.dtypes[number].add(dtype)
 
 
 def random_signs(seed: int) -> Tensor:
@@ -338,34 +336,27 @@ def random_signs(seed: int) -> Tensor:
 
 
 class Places(NamedTuple):
-    """Entries of a tensor that are projected: runs of neighboring ones, which are read faster than single ones.
+    """Entries of a tensor that are projected: runs of neighboring ones, which are read faster than single ones."""
 
-    Attributes:
-        length: Number of entries of a run; no run belongs to two rows, since rows may be on different ranks.
-        first: Number of the first run, in a tensor or its part.
-        spacing: Distance of runs; odd, so that matrices with an even number of runs in a row show all columns.
-        n_entries: Number of entries in the full tensor.
-        n_before: Number of these that precede the part.
-    """
-
-    length: int
-    first: int
-    spacing: int
-    n_entries: int
-    n_before: int = 0
+    of_row: int  # entries of a row; rows may be on different ranks, and no run belongs to two of them
+    length: int  # entries of a run
+    first: int  # number of the first run, in the tensor or its part
+    spacing: int  # of the runs; odd, so that matrices with an even number of runs in a row show all columns
+    n_entries: int  # that are projected, in the full tensor
+    n_before: int = 0  # how many of these precede the part
 
     @classmethod
     def of(cls, tensor: Tensor, turn: int) -> Places:
         """Return the places in a full tensor of any shape, real or complex."""
         shape = (*(tensor.shape or (1,)), 1 + tensor.is_complex())
-        n, length = math.prod(shape), math.gcd(_RUN, math.prod(shape[1:]))
-        spacing = -(-n // N_ENTRIES) | 1
+        n, of_row = math.prod(shape), math.prod(shape[1:])
+        length, spacing = math.gcd(_RUN, of_row), -(-n // N_ENTRIES) | 1
         first = turn % spacing
-        return cls(length, first, spacing, length * len(range(first, n // length, spacing)))
+        return cls(of_row, length, first, spacing, length * len(range(first, n // length, spacing)))
 
-    def after(self, n_elements: int) -> Places:
-        """Return the places in the part of a tensor after some elements, which are complete rows."""
-        n_runs = n_elements // self.length
+    def after(self, n_rows: int) -> Places:
+        """Return the places in the part of a tensor after some rows."""
+        n_runs = n_rows * self.of_row // self.length
         n_before = len(range(self.first, n_runs, self.spacing))
         first = self.first + n_before * self.spacing - n_runs
         return self._replace(first=first, n_before=n_before * self.length)
