@@ -234,6 +234,17 @@ def test_a_watched_run_records_every_loss_and_says_what_was_examined(watched_run
     assert {"attention", "row"} <= kept.keys()
 
 
+def test_batches_are_examined_at_their_own_steps_and_nothing_for_parts_that_a_model_lacks(watched_run, monkeypatch):
+    def plan(budget, known):
+        budget.interval |= dict.fromkeys(known.keys() & budget.interval.keys(), 1000) | {"batch": 30, "alarms": 40}
+
+    monkeypatch.setattr(Budget, "plan", plan)
+    _, run = watched_run(260, budget=0.02)
+    examined = run["monitors"]["examined"].values
+    expected = dict.fromkeys(range(70, 260, 30), 2.0) | dict.fromkeys((90, 170, 210), 1.0)
+    assert {step: examined[step] for step in range(60, 260) if examined[step]} == expected
+
+
 def test_alarms_of_a_budgeted_run_are_those_of_its_replay(watched_run):
     watched, run = watched_run(700, budget=0.01, broken_at=500)
     raised = [(alarm.step, alarm.signal) for alarm in watched.alarms.raised]

@@ -318,7 +318,8 @@ class AttachedRecorder:
         if self._decided != self.step:
             collectors = self._collectors
             is_on = (lambda part: True) if collectors is None else collectors.is_on
-            self._decided, self._due = self.step, self._budget.due(self.step, made, is_on)
+            self._decided = self.step
+            self._due = {*filter(is_on, self._budget.due(self.step, made, is_on))}
             self.batches.examines = "batch" in self._due
         if self._check_requested:
             self._check_requested, self._checked = False, made
@@ -483,7 +484,7 @@ class AttachedRecorder:
         if step is None:
             return
         examined, self._examined = self._examined, set()
-        is_checked, has_batch = bool({"alarms", *self._every} & examined), "batch" in examined
+        is_checked, has_batch = bool(examined - {"settings"}), "batch" in examined
         self._rows.append(Row(step, self._pending, self._changes, is_checked, has_batch, self._measured))
         self._pending, self._changes, self._measured = {}, [], {}
         if (self._is_late or is_shared()) and not (is_checked or len(self._rows) >= _MOST_ROWS or self.is_hosted):
