@@ -80,7 +80,7 @@ class RunOutput:
         self._writer = writer
         self._rows_per_block, self._seconds_per_block, self._max_bytes = rows_per_block, seconds_per_block, max_bytes
         self._names: dict[str, frozenset[str]] = {}
-        self._stored: dict[str, str] = {}
+        self._stored, self._renamed = dict[str, str](), dict[str, str]()
         self._late: set[str] = set()
         self._lost: set[str] = set()
         self._parts: dict[str, WaitingRows] = {}
@@ -117,15 +117,20 @@ class RunOutput:
             return
         try:
             if part == "monitors":  # their names are those of the user
-                layout = None if self._stored else self._layout(part)
-                self._stored = self._stored or stored_names(values, () if layout is None else set(map(str, layout)))
-                values = {self._stored.get(name, name): value for name, value in values.items()}
+                if not self._stored:
+                    layout = self._layout(part)
+                    self._stored = stored_names(values, () if layout is None else set(map(str, layout)))
+                    self._renamed = {name: own for name, own in self._stored.items() if name != own}
+                if self._renamed:
+                    values = {self._renamed.get(name, name): value for name, value in values.items()}
             if part not in self._names:
                 values = self._declare(part, values, coords or {})
-            kept = {name: value for name, value in values.items() if name in self._names[part]}
-            for name in values.keys() - kept.keys() - self._late:
-                self._warn_of_late_column(step, name)
-            self._put(part, self._parts[part].row(int(step), kept))
+            if values.keys() != self._names[part]:
+                kept = {name: value for name, value in values.items() if name in self._names[part]}
+                for name in values.keys() - kept.keys() - self._late:
+                    self._warn_of_late_column(step, name)
+                values = kept
+            self._put(part, self._parts[part].row(int(step), values))
         except StoreError as error:
             self._give_up(part, step, error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -274,8 +275,15 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> An
     """Return the arguments of a call in the form for `call_model`: a tuple, or a mapping of keywords."""
     if not kwargs:
         return args
-    names = [*inspect.signature(model.forward).parameters]
+    forward = model.forward
+    of_class = getattr(forward, "__func__", None)
+    names = [*inspect.signature(forward).parameters] if of_class is None else _parameters(of_class)[1:]
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return [*inspect.signature(function).parameters]
 
 
 #: Options of configurations that bound the length of a sequence.

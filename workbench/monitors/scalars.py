@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -49,7 +48,7 @@ class SpikeScore:
             raise OptionError.of("n_least", n_least, f"at least 2 and at most the window, {window}")
         self.n_sigma, self.n_least = n_sigma, n_least
         self.n_spikes = self.n_evaluated = 0
-        self._latest: deque[float] = deque(maxlen=window)
+        self._latest, self._n_values = np.zeros(window), 0  # a ring
 
     @property
     def score(self) -> float:
@@ -61,12 +60,13 @@ class SpikeScore:
         value, is_spike = float(value), False
         if not math.isfinite(value):
             is_spike, is_evaluated = True, True
-        elif is_evaluated := len(self._latest) >= self.n_least:
-            latest = np.array(self._latest)
+        elif is_evaluated := self._n_values >= self.n_least:
+            latest = self._latest[: self._n_values]
             deviation = abs(value - latest.mean())
             is_spike = bool(deviation > 0 and deviation >= self.n_sigma * latest.std())
         if math.isfinite(value):
-            self._latest.append(value)
+            self._latest[self._n_values % len(self._latest)] = value
+            self._n_values += 1
         self.n_evaluated += is_evaluated
         self.n_spikes += is_spike
         return is_spike

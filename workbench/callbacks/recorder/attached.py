@@ -13,6 +13,7 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -395,7 +396,7 @@ class AttachedRecorder:
             if "batch" in self._due:
                 ratio = self._guarded("sample", lambda collectors: self._sample.end())
                 self._noted |= {} if ratio is None else {"update_ratio": ratio}
-            due = [part for part in collectors.after_update if self._is_due(part)]
+            due = [part for part in collectors.after_update if self._is_due(part)] if self._due or self._forced else []
             found = overflow_of(optimizer)
             # On an accelerator the host does not wait for it; what is measured of a skipped update shows no change.
             is_skipped = not self._is_late and bool(found)
@@ -489,6 +490,10 @@ class AttachedRecorder:
         self._pending, self._changes, self._measured = {}, [], {}
         if (self._is_late or is_shared()) and not (is_checked or len(self._rows) >= _MOST_ROWS or self.is_hosted):
             return
+        if not (self._is_late or is_shared()):
+            row = self._rows.pop()
+            self._publish_row(row, as_floats(row.numbers))
+            return
         self._depart()
         while self._flights and self._flights[0].rows[-1].step <= step - (_LAG if self._is_late else 0):
             self._land(is_joint=is_shared())
@@ -534,9 +539,10 @@ class AttachedRecorder:
         is_checked, self._was_finite = row.is_checked or (self._was_finite and not is_finite), is_finite
         numbers["examined"] = float(is_checked) + float(is_checked and row.has_batch)
         self.numbers = numbers
-        self._publish(Observation(step, "monitors", plain(numbers)), is_checked=is_checked)
+        values = {name: np.float64(value) for name, value in numbers.items()}
+        self._publish(Observation(step, "monitors", values), is_checked=is_checked)
         changes, settings = row.changes, self._settings
-        if settings is not None:  # these metrics are the same on every rank
+        if settings is not None and settings.waits:  # these metrics are the same on every rank
             logged = self._guarded("settings", lambda _: settings.logged_changes(step, numbers)) or ()
             changes = [*changes, *map(_plain_change, logged)]
         if (step + 1) % _STATE_EVERY == 0 and not self.is_hosted:

@@ -104,7 +104,7 @@ def labels_from_gradient(gradient: Tensor, ignored: int) -> tuple[Tensor, Tensor
 
 
 #: Number of parameters whose changes are counted.
-_N_VERSIONS = 64
+_N_VERSIONS = 16
 
 
 class ScalerWatch:

@@ -79,9 +79,8 @@ class PassContext:
     modes: tuple[TorchFunctionMode, ...] = ()
 
     @classmethod
-    def of(cls, module: nn.Module) -> PassContext:
-        """Return the current context, on the device of a module."""
-        kind = next((p.device.type for p in module.parameters()), "cpu")
+    def of(cls, kind: str) -> PassContext:
+        """Return the current context, on a kind of device."""
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return cls(kind, autocast, tuple(_get_current_function_mode_stack()))
 
@@ -221,6 +220,7 @@ class BatchWatch:
         self._n_probe_tokens = n_probe_tokens
         self._begin = begin
         self._entrances = entrances(model)
+        self._kind = next((p.device.type for p in model.parameters()), "cpu")
         self._seen: dict[nn.Module, Seen] = {}
         self._contents = BatchProbe()
         self._contents.load_state_dict(recent_examples)
@@ -353,7 +353,7 @@ class BatchWatch:
                 modules = self._modules[module]
                 is_training = sum(each.training for each in modules) / len(modules)
             inputs = named_arguments(bare(module), args, kwargs)
-            self._calls[module] = Call(inputs, PassContext.of(module), is_training)
+            self._calls[module] = Call(inputs, PassContext.of(self._kind), is_training)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self._counts(module) or module not in self._calls:
@@ -419,7 +419,7 @@ class BatchWatch:
         return self._seen.setdefault(module, Seen())
 
     def _count(self, module: nn.Module, call: Call) -> None:
-        if not self._seen:
+        if not self._seen and self.examines:
             self._contents_before = copy.copy(self._contents)
         call.is_counted, self.has_seen, self._pass = True, True, call.context
         seen, inputs = self._seen_by(module), call.inputs

@@ -111,7 +111,8 @@ def as_number(name: str, value: Any) -> float | Tensor:
 def as_floats(numbers: Mapping[str, float | Tensor]) -> dict[str, float]:
     """Return metrics as floats in their order; the host waits once for those that are still being computed."""
     late = {name: value for name, value in numbers.items() if isinstance(value, Tensor)}
-    read = dict(zip(late, read_numbers([*late.values()]), strict=True))
+    read = {name: value.item() for name, value in late.items()} if len(late) == 1 else {}
+    read = read or dict(zip(late, read_numbers([*late.values()]), strict=True))
     return {name: read[name] if name in read else float(value) for name, value in numbers.items()}
 
 

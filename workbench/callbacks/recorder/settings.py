@@ -224,7 +224,8 @@ class SettingsWatch:
         self._tensors = SingleTensors(model, called)
         self.sentinel = SettingsSentinel(planned=planned)
         self._found: dict[str, Any] = {}
-        self._has_updated = False
+        #: Whether metrics that are settings are expected from the update whose settings were read.
+        self.waits = False
 
     def read(self, step: int, autocast: torch.dtype | None, n_batches: int) -> None:
         """Read the settings right before the update of a step."""
@@ -235,12 +236,12 @@ class SettingsWatch:
     def changes(self, step: int) -> list[SettingsChange]:
         """Return the changes of the settings read before; called after the update, empty if it was not made."""
         settings, self._found = self._found, {}
-        self._has_updated = bool(settings)
+        self.waits = bool(settings)
         return self.sentinel.observe(step, settings)
 
     def logged_changes(self, step: int, numbers: Mapping[str, float]) -> list[SettingsChange]:
         """Return the changes of settings that are metrics of the update; called when all metrics are known."""
-        if not self._has_updated:
+        if not self.waits:
             return []
-        self._has_updated = False
+        self.waits = False
         return self.sentinel.observe(step, {name: numbers.get(name, math.nan) for name in _LOGGED})
