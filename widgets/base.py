@@ -169,7 +169,10 @@ class WorkbenchWidget(ipywidgets.VBox):
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
-        """Hold the lock while the block runs; show its exception under the widget, or clear the line."""
+        """Hold the lock while the block runs; show its exception under the widget, or clear the line if there is none.
+
+        A control may change another one, whose callbacks then run inside the block; their errors stay on the line.
+        """
         with self.turn:
             is_inner, self._is_inside = self._is_inside, True
             self._has_failed = is_inner and self._has_failed

@@ -124,10 +124,8 @@ def _unchanged(truth: Truth, record: Record, title: str, problem: str) -> Outcom
 def recovered_fraction(truth: Truth, outcome: Outcome) -> float:
     """Return the fraction of the lost progress that a replay recovers, from 0 to 1.
 
-    Lost progress is the difference between the run and its control without faults, in the quantity by which the run
-    failed: the held-out loss at the end, the temporary rise of the loss, or the experts that receive no tokens. In the
-    last two cases, the replay must also learn as much as the control. A run that diverged, or ended worse than its
-    control began, has lost everything that the control learned.
+    It is of what separates the run from its control: final held-out loss, temporary rise, or unused experts; in the
+    last two, the replay must also learn as much. A run that diverged has lost all that the control learned.
     """
     if outcome.has_diverged:
         return 0.0

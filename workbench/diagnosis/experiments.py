@@ -50,17 +50,9 @@ _JUMP = 1.5
 class Experiment:
     """A replay of a part of the run with one change, compared with an unchanged replay.
 
-    Attributes:
-        cause: The cause that the experiment decides about.
-        title: Description of the change, as a noun phrase.
-        change: The change as plain values, for `workbench.run_experiment`.
-        n_steps: Steps to replay.
-        from_step: Step of the checkpoint at which the replay begins; 0 for the initial parameters.
-        if_right: Expected outcome if it is this cause.
-        if_wrong: Expected outcome if it is another cause.
-        cost: Steps of both replays over the steps of the run.
-        information: Mutual information of the outcome and the cause, in bits, with the frequencies of outcomes in
-            replays of recorded runs.
+    ``change`` are plain values for `workbench.run_experiment`; ``from_step`` is that of a checkpoint, 0 for the initial
+    parameters; ``if_right`` and ``if_wrong`` are the outcomes expected if it is this cause or another; ``cost`` is in
+    steps of the run, ``information`` in bits, with the frequencies of outcomes in replays of recorded runs.
     """
 
     cause: str

@@ -42,16 +42,9 @@ _LOSS_LIMIT, _NORM_LIMIT, _RISE = 50.0, 500.0, 5.0
 class Record:
     """All recorded data of a run that symptoms may read.
 
-    Attributes:
-        parts: Name of a part -> dataset with a coordinate ``step``; always includes ``monitors``, without the updates
-            whose loss is missing.
-        tree: The same parts with all updates, and the events of the run except faults.
-        configuration: Recorded configuration of model, task and training; empty if it was not recorded.
-        subject: Name of the model, for titles.
-        diverged_at: Step of the recorded divergence; None if there is none.
-        weights: Norms of each block's weights from a checkpoint; None if there is no checkpoint.
-        source: Path of the run; empty if it was not read from a path.
-        probe: Stored inputs of the probe that are integers of shape (example, token), by name.
+    ``parts`` have a coordinate ``step`` and include ``monitors``, without the updates whose loss is missing; ``tree``
+    has all updates, and events except faults. What was not recorded is empty or None. ``probe`` are stored integer
+    inputs, shape (example, token).
     """
 
     parts: Mapping[str, xr.Dataset]
@@ -254,21 +247,12 @@ _MOST = 0.9
 
 @dataclass(frozen=True)
 class Failure:
-    """How a run failed.
+    """How a run failed: diverged, a lasting or passing spike, or stalled, if it can only have learned too little.
 
-    Attributes:
-        kind: Diverged; spike, if the loss rose and remained high or recovered; or stalled, if neither, so that the run
-            can only have failed by learning too little.
-        step: Step at which the failure began. For a divergence or a spike, the last step at which the loss was still
-            low; for a stalled run, the step at which most of the decrease of the loss was complete.
-        row: Row of the monitors at that step.
-        rise: Largest rise of the smoothed loss above its lowest level so far, in nat. Of a run that diverged, that of
-            single losses, and 0 if noise explains it.
-        smooth: Running median of the loss, shape (step,).
-        noise: Robust standard deviation of the loss from step to step, from the median difference of successive losses,
-            in nat.
-        recovered: Fraction of the rise that was recovered by the end; 0 if the run diverged.
-        has_loss: Whether any loss was recorded.
+    It began at ``step`` and ``row`` of the monitors, the last at which the loss was low; for a stalled run, where most
+    of the decrease was complete. ``rise`` is the largest of the ``smooth`` loss (running median) above its lowest level
+    so far, in nat; of a run that diverged, that of single losses, 0 if noise explains it. ``noise`` is the robust
+    standard deviation from step to step, and ``recovered`` the fraction of the rise that was recovered.
     """
 
     kind: FailureKind

@@ -67,19 +67,12 @@ def view_of(symptoms: Mapping[str, Symptom]) -> str:
 class Rules:
     """Weights of symptoms for causes, thresholds of the sets, and frequencies of replay outcomes.
 
-    Attributes:
-        causes: Names of the causes, length n_causes.
-        symptoms: Names of the symptoms, length n_symptoms.
-        weight: Weights, shape (cause, symptom); they add up to 0 over the causes.
-        usual: Strength at which each symptom is no evidence, its mean over the recorded runs, shape (symptom,).
-        bias: Log-odds of each cause without symptoms, shape (cause,).
-        least: View -> smallest probability with which each cause is in a set, shape (cause,). For other views a set
-            contains every cause with at least a tenth of the probability of the first.
-        answers: Probability that the replay with the change for one cause supports that cause, given the actual cause,
-            shape (change, cause). Empty if no replays were recorded, in which case replays carry no information.
-        unknown: View -> log-odds of "another cause", which no symptom changes: it is first where no cause has
-            more evidence. Set on runs of kinds that the rules were not fitted to, one kind left out at a time.
-        about: Description of the runs that the rules were fitted to.
+    ``weight``, (cause, symptom), adds up to 0 over the causes; ``usual`` is the strength of each symptom that is no
+    evidence, and ``bias`` the log-odds without symptoms. ``least`` maps a view to the smallest probability with which
+    each cause is in a set; in other views, a tenth of that of the first suffices. ``answers``, (change, cause), is the
+    probability that a replay supports the changed cause given the actual one; empty if none were recorded. ``unknown``
+    maps a view to the log-odds of "another cause", which no symptom changes, set on runs of kinds that the rules were
+    not fitted to.
     """
 
     causes: tuple[str, ...]

@@ -21,17 +21,10 @@ _LINE = "font-family:var(--jp-ui-font-family,sans-serif);font-size:var(--jp-ui-f
 class Progress:
     """Display of the progress of a computation while its ``with`` block runs.
 
-    In a terminal it is a bar on standard error that disappears at the end. In a notebook it is one display, which ends
-    as a line such as "profiled 30 layers in 12 s". There, only the main thread shows progress, because widgets show
-    that of other threads themselves. Nothing is shown for work that ends within a second. The elapsed time is updated
-    regularly, however long a unit takes.
-
-    Args:
-        progress: Whether to show progress; or a function that receives each text instead, and may raise an exception
-            to end the work.
-        done: Participle for completed units, such as "profiled".
-        unit: Name of a unit, such as "layer"; "%" for parts of unequal length, see `begin`.
-        total: Number of units, or total length of all parts; None if unknown.
+    In a terminal it is a bar on standard error that disappears at the end; in a notebook, where only the main thread
+    shows progress, a display that ends as a line such as "profiled 30 layers in 12 s". Nothing is shown for work that
+    ends within a second. ``progress`` may be a function that receives each text instead and may raise to end the work,
+    ``done`` is a participle, ``unit`` "%" for parts of unequal length (see `begin`), and ``total`` is None if unknown.
     """
 
     def __init__(

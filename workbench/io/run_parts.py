@@ -26,14 +26,9 @@ _NEEDED = (bool, int, str)
 class Part:
     """Names, dimensions and types of the variables in the rows of a part.
 
-    Attributes:
-        name: Name of the part, such as ``attention``.
-        dims: Dimensions of each variable, without the one that grows, such as ``{"loss": (), "kurtosis": ("layer",)}``.
-        coords: Values of a dimension coordinate, ``{"term": ["D2", "D3"]}``, or the dimension and values of another
-            coordinate, ``{"layer_name": ("layer", ["blocks.0", "blocks.1"])}``.
-        attrs: Attributes of each variable: ``long_name``, ``units``, ``meaning``.
-        dtypes: Types of the variables that are not ``float64``, such as ``{"dead_experts": "int64"}``.
-        dim: Dimension along which the part grows. If it is ``step``, the steps are its coordinate.
+    ``dims`` leave out ``dim``, along which the part grows (if that is ``step``, the steps are its coordinate).
+    ``coords`` have the values of a dimension, ``{"term": ["D2", "D3"]}``, or dimension and values of another
+    coordinate, ``{"layer_name": ("layer", ["blocks.0"])}``; ``dtypes`` are those other than ``float64``.
     """
 
     name: str

@@ -90,11 +90,7 @@ class StackedMoments:
         return self._projected
 
     def gradients(self, slopes: Mapping[int, np.ndarray]) -> list[tuple[Tensor, Tensor]]:
-        """Return states that have a gradient, each with the gradient in it of a function of the result of `project`.
-
-        Given are the slopes of the function for some layers. The gradient does not flow through the other layers, where
-        a value that is not finite would make the gradient of all layers NaN.
-        """
+        """Return states with a gradient and the gradient in them of a function of `project` with the given slopes."""
         given = np.zeros(tuple(self._projected.shape))
         for i, layer in enumerate(self.states):
             given[i] = slopes.get(layer, 0.0)
@@ -112,10 +108,7 @@ class StackedMoments:
 
 
 def stacked(states: Mapping[int, tuple[Tensor, Tensor]], *, is_shared: bool) -> list[StackedMoments]:
-    """Return the moments of layers, together for those of one kind.
-
-    Those of layers without states, or whose states cannot be compared, are NaN, on all ranks.
-    """
+    """Return the moments of layers, together for those of one kind; NaN on all ranks where states are unusable."""
     kinds: dict[Any, dict[int, tuple[Tensor, Tensor]]] = {}
     for i, (x, y) in states.items():
         is_usable = x.shape == y.shape and x.is_floating_point() and y.is_floating_point()
@@ -147,12 +140,10 @@ def orthonormalized(a: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ProjectedOperator:
-    """An operator A in the leading directions of the states of a layer, on the host.
+    """An operator A, (mode, mode), in the leading directions of a layer's states, on the host.
 
-    Attributes:
-        matrix: A, shape (mode, mode).
-        whiten: Whitened directions in the basis of `StackedMoments.project`, shape (column, mode).
-        inverse: Inverse of the covariance of the whitened states, shape (mode, mode).
+    ``whiten`` are whitened directions in the basis of `StackedMoments.project`, (column, mode), and ``inverse`` is that
+    of the covariance of the whitened states.
     """
 
     matrix: np.ndarray
@@ -163,11 +154,7 @@ class ProjectedOperator:
     def of(
         cls, moments: StackedMoments, facts: np.ndarray, projected: np.ndarray, options: DmdOptions
     ) -> ProjectedOperator | None:
-        """Compute the operator from the facts and projection of one layer; None if the layer has no spectrum.
-
-        The eigenvalues do not change when the directions are scaled or rotated within their span, so these are taken as
-        constant.
-        """
+        """Compute a layer's operator from facts and projection, whose directions count as constant; may be None."""
         xx, dx = projected
         energy, _, _, squared_mean, n_snapshots = facts.tolist()
         if n_snapshots < 3 or not np.isfinite(facts).all() or not np.isfinite(projected).all():

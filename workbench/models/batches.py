@@ -280,7 +280,11 @@ _PADDING_MASKS = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_m
 
 @dataclass
 class TokenSelection:
-    """Selection of token states, the same in every layer, without padding; at random if the number is known."""
+    """Selection of token states, the same in every layer.
+
+    Padding (0 in an ``attention_mask``, True in PyTorch's ``src_key_padding_mask``) is never chosen. If the number of
+    sequences is known, the states are drawn at random from all of them; from an iterator they are taken in order.
+    """
 
     n_snapshots: int | None  # number of states to choose in total; None for all
     #: Number of leading tokens of each sequence to leave out, because the first often carries massive activations. For

@@ -39,23 +39,12 @@ class BlockCall:
 class BlockHooks:
     """Context manager that calls functions as the residual stream enters and leaves blocks.
 
-        with BlockHooks(anatomy.sites, lambda call: print(call.layer, call.state_in.shape)):
-            model(tokens)
-
-    Calls are counted from 0 in every pass, so that a block that is called several times counts as several layers. A
-    further pass within one context must begin with `begin_pass`. A call without a site, such as an additional call of a
-    shared block or the recomputation of a checkpointed one, is ignored or passed to ``on_unknown``. If a block raises
-    and the model continues, the call is counted, but ``on_leave`` is not called for it. Where residuals are added
-    outside of modules, a layer ends when the next module receives its state, and ``on_enter`` must return None.
-
-    Args:
-        sites: Sites of an `Anatomy`, or some of them.
-        on_enter: Function called with each call before it runs. A tensor that it returns enters the block in place of
-            the state; None leaves the state unchanged.
-        on_leave: Function called with each call after it has run.
-        layers: Indices of the sites to follow; None follows all.
-        on_unknown: Function called with the first site of a block that is called more often than it has sites; see
-            `raise_on_unknown`.
+    Calls are counted from 0 in every pass, which begins with `begin_pass` after the first, so that a block that is
+    called several times counts as several layers. A call without a site, such as an additional call of a shared block
+    or the recomputation of a checkpointed one, is ignored or passed to ``on_unknown`` (see `raise_on_unknown`). If a
+    block raises and the model continues, the call is counted, but ``on_leave`` is not called for it. A tensor that
+    ``on_enter`` returns replaces the state that enters. Where residuals are added outside of modules, a layer ends when
+    the next module receives its state, and ``on_enter`` must return None.
     """
 
     def __init__(

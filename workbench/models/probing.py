@@ -285,7 +285,10 @@ def _set_modes(modules: Iterable[nn.Module], *, is_training: bool) -> None:
 
 @contextmanager
 def without_own_hooks(model: nn.Module) -> Iterator[None]:
-    """Leave out the hooks that are defined outside of installed packages, which are meant for training."""
+    """Leave out the hooks that are defined outside of installed packages, which are meant for the passes of a training.
+
+    Hooks of libraries may be a part of the model, as those that gather its shards or compute its weights.
+    """
     before = []
     for module in model.modules():
         tables: list[dict[int, Any]] = [module.__dict__.get(name) or {} for name in _HOOKS]

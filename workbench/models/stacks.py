@@ -412,7 +412,11 @@ def feature_axis_of(
 
 
 def _axis_by_layers(shape: tuple[int, ...], modules: Sequence[nn.Module], calls: Sequence[Call]) -> int | None:
-    """Return the feature axis according to the layers inside the blocks; None if they do not agree on one."""
+    """Return the feature axis according to the layers inside the blocks; None if they do not agree on one.
+
+    Layers that receive the state itself decide; if there are none, those that receive a tensor of its shape. For states
+    of three axes only the former count: with as many tokens as features, a transposed state has the same shape.
+    """
     parts = {part for module in modules for part in module.modules()}
     states = {s.fingerprint for call in calls if call.module in modules for s in call.inputs if s.shape == shape}
     of_state: set[int] = set()

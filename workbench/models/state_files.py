@@ -389,7 +389,11 @@ def shapes_differ(found: Collection[int], expected: Collection[int]) -> str:
 
 
 def unwrapped_names(names: Iterable[str]) -> dict[str, str]:
-    """Return name -> name without prefixes of torch.compile and data parallelism that all names below have."""
+    """Return name -> name without the prefixes that torch.compile and data parallelism add.
+
+    A wrapper adds its prefix to every name below it; a prefix that only some names have is kept. Names are unchanged if
+    nothing is wrapped or two of them would become equal.
+    """
     names = list(names)
     plain = dict(zip(names, names, strict=True))
     while (shorter := _without_one_wrapper(list(plain.values()))) is not None:

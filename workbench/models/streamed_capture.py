@@ -360,7 +360,11 @@ class _LastWatcher(StreamWatcher):
 
 
 def _is_cache_idle(config: Any) -> bool:
-    """Return whether the cache of keys and values, which would keep those of every layer, is not needed in one pass."""
+    """Return whether the cache of keys and values, which would keep those of every layer, is not needed in one pass.
+
+    With a cache, recurrent layers compute differently, with other rounding errors, and layers that share keys and
+    values may read them from it.
+    """
     options = vars(config)
     is_recurrent = any(name.startswith(_RECURRENT) for name in options)
     is_recurrent |= not {*(options.get("layer_types") or ())} <= _WITH_KEYS

@@ -132,18 +132,9 @@ class Primitives:
     ) -> None:
         """Draw markers, with columns for tooltips.
 
-        Args:
-            x: Horizontal positions.
-            y: Vertical positions.
-            color: Color of all markers, or of each.
-            edge: Color of the edges; None selects that of the markers.
-            marker: One of the names in `style.MODEL_MARKERS`.
-            size: Diameter in pixels.
-            alpha: Opacity.
-            is_hollow: Whether to draw only the edge, of all markers or of each.
-            columns: Further columns, for ``tips``.
-            tips: Lines of the tooltip; without any there is no tooltip.
-            label: Entry in the legend.
+        ``color``, and whether they are hollow, may differ by marker; an edge of None has the same color. The marker is
+        a name in `style.MODEL_MARKERS`, its size in pixels; without ``tips``, lines from ``columns``, there is no
+        tooltip.
         """
         columns = dict(columns or {})
         if isinstance(is_hollow, np.ndarray):

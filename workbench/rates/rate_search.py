@@ -55,18 +55,10 @@ class PilotRuns(Protocol):
 class ModelRuns:
     """Pilot runs of copies of a model at constant learning rates; one copy is in memory at a time.
 
-    Args:
-        model: Model with the initial parameters of every run, or a function that creates one from a seed; it is not
-            changed.
-        task: The task.
-        plan: Settings of the runs except the learning rate, the number of updates and the seed. The warm-up is limited
-            to a third of the updates of a run.
-        n_longest: Updates of the longest run. Each seed reads a different part of the data stream.
-        n_seeds: Maximum number of seeds.
-        averages_parameters: Whether the loss is that of the parameters averaged over the last fifth of the updates,
-            which is close to the loss after a decay of the learning rate (Haegele et al. 2024, arXiv:2405.18392).
-        loss: Function of logits and targets that returns a 0-dim tensor.
-        on_update: Called after each update.
+    ``model`` has the initial parameters of every run, or creates them from a seed. The plan's rate, updates and seed
+    are not used, and its warm-up is at most a third of a run. Each seed reads a different part of the data. With
+    ``averages_parameters`` the loss is that of the mean of the last fifth of the updates, which is close to the loss
+    after a decay of the learning rate (Haegele et al. 2024, arXiv:2405.18392).
     """
 
     model: HoldsModel | nn.Module | Callable[[int], nn.Module]

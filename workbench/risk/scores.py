@@ -31,25 +31,13 @@ def auroc(
     score: ArrayLike, label: ArrayLike, *, within: ArrayLike | None = None, groups: ArrayLike | None = None,
     n_bootstrap: int = 1000, seed: int = 0,
 ) -> Auroc:  # fmt: skip
-    """Compute the area under the ROC curve of a score.
+    """Compute the area under the ROC curve of a score, P(s1 > s0) + P(s1 = s0) / 2, and its 95 % interval.
 
-    It is the probability P(s1 > s0) + P(s1 = s0) / 2 that a run that diverged has a higher score (s1) than a run that
-    converged (s0).
-
-    Args:
-        score: Score of each run, higher for divergence; may be infinite.
-        label: Whether each run diverged.
-        within: Kind of each run, for example its cell: only pairs of runs of the same kind are compared, and every such
-            pair counts once. Within cells, whose runs share all settings except learning rate and seed, this measures
-            how well a score distinguishes learning rates.
-        groups: Group of each run; the runs of a group are drawn together (cluster bootstrap). If None, every run is its
-            own group.
-        n_bootstrap: Number of resamples for the interval; 0 computes no interval.
-        seed: Seed of the resamples.
-
-    Returns:
-        Value and 95 % percentile interval. Resamples with only one outcome are ignored. A perfect score has the
-        interval [1, 1], because every resample is perfect too.
+    Scores are higher for divergence (label) and may be infinite. Only runs of one kind in ``within``, such as a cell,
+    are compared, and each such pair counts once: within cells, whose runs differ only in learning rate and seed, this
+    measures how well a score distinguishes rates. Runs of one of the ``groups`` are drawn together (cluster bootstrap,
+    percentiles). Resamples with only one outcome are ignored; a perfect score has the interval [1, 1], because every
+    resample is perfect too.
     """
     within = np.zeros(np.size(score), int) if within is None else within
     scores, labels = _pair(score, label)

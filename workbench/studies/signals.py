@@ -377,19 +377,10 @@ def decimate(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Reduce the points of a line without visible change: keep both ends and the extremes of each bucket of rows.
 
-    Every spike is kept, however short. Every bucket has the same number of rows, a power of two, and buckets are
-    counted from the first row. They therefore do not change while the view moves, and the line does not flicker.
-
-    Args:
-        step: Steps in increasing order, shape (row,).
-        value: Values, shape (row,); values that are NaN or infinite are omitted.
-        n: Approximate number of buckets, such as the width of the figure in pixels; the actual number is 0.7 to 1.4
-            times as large.
-        start: First step in view; the last row before it is kept, so that the line enters the view. None for no limit.
-        stop: Last step in view; the first row after it is kept. None for no limit.
-
-    Returns:
-        Steps and values of the kept rows in their order; all rows in view if there are at most ``2 * n``.
+    Every spike is kept, however short. Buckets have the same number of rows, a power of two, counted from the first
+    row, so they do not change while the view moves, and the line does not flicker. There are .7 to 1.4 ``n`` of them;
+    at most ``2 * n`` rows in view are all kept. The rows next to the view, from ``start`` to ``stop``, are kept, those
+    that are not finite omitted.
     """
     is_finite = np.isfinite(value)
     if not is_finite.all():

@@ -359,11 +359,7 @@ _RESERVED = frozenset({"step", *NUMBERS})
 
 
 class CallbackGroup:
-    """Callbacks of one run; its methods call those of each callback.
-
-    Args:
-        callbacks: Callbacks in the order in which they act.
-    """
+    """Callbacks of one run in the order in which they act; its methods call those of each callback."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = tuple(callbacks)
@@ -427,11 +423,7 @@ class CallbackGroup:
         return planned * math.prod(callback.rate_factor for callback in self.callbacks if callback.is_planned)
 
     def end_step(self, step: int, numbers: Mapping[str, Any]) -> dict[str, Any]:
-        """End a step, passing its metrics from one callback to the next.
-
-        Raises:
-            OptionError: If a callback does not return one number for each name, or returns a reserved name.
-        """
+        """End a step, passing its metrics from callback to callback; OptionError for a wrong or reserved name."""
         known = dict(numbers)
         for callback in self.callbacks:
             known |= _checked_numbers(callback, callback.end_step(step, known), known)

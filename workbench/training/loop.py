@@ -300,10 +300,7 @@ class Training:
         return record
 
     def _measured_pass(self, inputs: Any, targets: Tensor) -> tuple[PassResult, float, float]:
-        """Run a forward and a backward pass; return the result, the gradient norm, and the accuracy.
-
-        The host waits for the device once, for all metrics of the step.
-        """
+        """Run a forward and a backward pass; return result, gradient norm and accuracy, after one wait for all."""
         one_pass: PassFunction = self._forward_and_backward
         for callback in reversed(self.callbacks.callbacks):
             one_pass = partial(callback.run_pass, one_pass)
@@ -320,10 +317,7 @@ class Training:
         return [self._grad_norm()] if accuracy is None else [self._grad_norm(), accuracy]
 
     def _forward_and_backward(self, inputs: Any, targets: Tensor) -> PassResult:
-        """Compute the losses of some examples and the gradients on the parameters.
-
-        The backward pass starts before it is known whether the loss is finite.
-        """
+        """Compute losses and gradients; the backward pass starts before the loss is known to be finite."""
         with self.callbacks.around_pass():
             task_loss, auxiliary, logits = self._losses(self.model, inputs, targets)
             total = task_loss if auxiliary is None else task_loss + auxiliary
@@ -416,10 +410,7 @@ class Training:
             group["lr"] = peak
 
     def _write_checkpoint(self, callback_states: dict[str, dict[str, Any]]) -> None:
-        """Write a checkpoint if checkpoints are enabled.
-
-        If it cannot be written, training continues and an event ``gap`` is recorded.
-        """
+        """Write a checkpoint if they are enabled; where it cannot be written, an event ``gap`` is recorded."""
         folder = self.recording.written_checkpoints
         if folder is None:
             return
@@ -479,10 +470,7 @@ def evidence(record: StepRecord, plan: TrainingPlan, place: str) -> dict[str, An
 
 
 def warn_of_divergence(record: StepRecord, plan: TrainingPlan, place: str, store: object) -> None:
-    """Warn whoever iterates over a run that it ends here, and name the next call; arguments as in `evidence`.
-
-    Functions of the workbench that train, such as sweeps, report divergences in their results instead.
-    """
+    """Warn whoever iterates over a run that it ends here, and name the next call; arguments as in `evidence`."""
     frame = sys._getframe(1).f_back  # of the generator, and of the code that asks it for the next step
     if frame is not None and str(frame.f_globals.get("__name__")).startswith("workbench."):
         return

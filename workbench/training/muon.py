@@ -21,11 +21,7 @@ _MATRIX_NAMES = ("weight", "in_proj_weight")
 
 
 class _Muon(torch.optim.Optimizer):
-    """Muon that updates matrices of one shape together, in float32 on a CPU.
-
-    torch's Muon iterates in bfloat16 and separately for each matrix. For the 18 matrices of three blocks of width 64,
-    it needs 9.5 times as long on one core of a CPU without bfloat16 arithmetic.
-    """
+    """Muon that updates matrices of one shape together, in float32 on a CPU (torch's takes several times as long)."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -136,14 +132,10 @@ def muon_for(model: nn.Module, **options: Any) -> MuonWithAdamW:
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Orthogonalize matrices approximately by Newton-Schulz iteration, which moves their singular values close to 1.
+    """Orthogonalize matrices (matrix, row, column) approximately by Newton-Schulz iteration.
 
-    Args:
-        matrices: Shape (matrix, row, column).
-
-    Returns:
-        Same shape, in bfloat16 on a GPU and float32 on a CPU. Singular values are between 0.68 and 1.21, except those
-        that were below 0.0015 of the Frobenius norm. A matrix of zeros stays zero.
+    The result is bfloat16 on a GPU, float32 on a CPU. Singular values are in 0.68 .. 1.21, except those that were below
+    0.0015 of the Frobenius norm; zeros stay zero.
     """
     x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
     is_tall = x.shape[-2] > x.shape[-1]

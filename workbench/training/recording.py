@@ -228,11 +228,7 @@ def _parametrizations(model: nn.Module) -> dict[str, int]:
 
 
 def first_difference(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-    """Find the first difference between two configurations.
-
-    Returns:
-        Dotted name, recorded value and current value ("nothing" if one lacks it); None if they are equal.
-    """
+    """Find the first difference of two configurations: dotted name, recorded and current value; None if equal."""
     old, new = dict(_flat(recorded)), dict(_flat(current))
     for name in [*new, *(name for name in old if name not in new)]:
         if old.get(name, "nothing") != new.get(name, "nothing"):
@@ -278,10 +274,7 @@ class TrainingState:
 
 
 def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Path:
-    """Write a checkpoint atomically, as ``folder/step-00000500``.
-
-    The parameters of a zoo model or a Hugging Face model can be opened with `open_checkpoint`.
-    """
+    """Write a checkpoint atomically, as ``folder/step-00000500``."""
     place = folder / f"step-{state.step:08d}"
     with replacing(place) as partial, _as_store_error(place):
         partial.mkdir()

@@ -169,12 +169,7 @@ Trains = TypeVar("Trains", bound=Callable[..., Any])
 
 
 def takes_settings(*, without: Collection[str] = (), default: str = "") -> Callable[[Trains], Trains]:
-    """Return a decorator that shows fields of `TrainingPlan` in a signature in place of ``**settings``.
-
-    Args:
-        without: Fields that the function does not take.
-        default: A word for what an omitted setting means; by default it has the value of a plan.
-    """
+    """Return a decorator that shows fields of `TrainingPlan` in place of ``**settings``, ``default`` if omitted."""
     kinds = {name: each.__forward_arg__ for name, each in TrainingOptions.__annotations__.items()}
     values = {each.name: NO_OPTIONS if each.default is MISSING else each.default for each in fields(TrainingPlan)}
     return unpacking({name: (kinds[name], default or values[name]) for name in kinds if name not in without})

@@ -89,16 +89,9 @@ def _layer_norm(config: ArchitectureConfig, width: int) -> nn.Module:
 class KanLayer(nn.Module):
     """One layer of a Kolmogorov-Arnold network (Liu et al. 2024, arXiv:2404.19756).
 
-    Output j is the sum over inputs i of w_ji silu(x_i) + s_ji sum_b c_jib B_b(x_i), with B-splines B_b on a uniform
-    grid. The grid is fixed: it is not adapted to the inputs during training, as by the optional grid extension of the
-    paper. Outside the grid a spline decreases to zero, and only SiLU remains.
-
-    Args:
-        n_in: Number of inputs.
-        n_out: Number of outputs.
-        n_grid: Number of grid intervals.
-        order: Degree of the splines.
-        half_range: Half the range of the grid, -half_range .. half_range.
+    Output j is the sum over inputs i of w_ji silu(x_i) + s_ji sum_b c_jib B_b(x_i), with B-splines B_b of degree
+    ``order`` on a uniform grid, -half_range .. half_range. The grid is fixed, not adapted to the inputs as by the
+    optional extension of the paper. Outside of it a spline decreases to zero, and only SiLU remains.
     """
 
     def __init__(self, n_in: int, n_out: int, *, n_grid: int, order: int, half_range: float) -> None:
@@ -127,14 +120,10 @@ class KanLayer(nn.Module):
 
 
 def b_spline_bases(x: Tensor, *, n_grid: int, order: int, half_range: float) -> Tensor:
-    """Return the values of all B-splines of one degree on a uniform grid.
+    """Return the values of all B-splines of one degree on a uniform grid, (..., n_grid + order); NaN at NaN.
 
-    The knots extend beyond both ends of the grid, so that the basis functions sum to 1 everywhere on the grid and
-    decrease to zero outside. Only the ``order + 1`` functions that are nonzero at a point are computed (the recursion
-    of Cox and de Boor for uniform knots), which needs little memory for autograd.
-
-    Returns:
-        Values, shape (..., n_grid + order); NaN at points that are NaN.
+    The knots extend beyond both ends, so that the functions sum to 1 everywhere on the grid. Only the ``order + 1``
+    that are nonzero at a point are computed (Cox and de Boor's recursion), which needs little memory for autograd.
     """
     n_intervals = n_grid + 2 * order
     place = (x + half_range) * (

@@ -154,16 +154,10 @@ class MoeMlp(Branch):
 
 
 def balance_loss(logits: Tensor, top_k: int) -> Tensor:
-    """Return the load-balancing loss of one router (Switch Transformer, Fedus et al. 2021, arXiv:2101.03961).
+    """Return a router's load-balancing loss (Switch Transformer, Fedus et al. 2021, arXiv:2101.03961).
 
-    Args:
-        logits: Logits of the router, shape (token, expert).
-        top_k: Number of experts per token.
-
-    Returns:
-        n_experts * sum over the experts of (fraction of the choices) * (mean probability), 0-dim. It is 1 if all
-        experts are used equally, and n_experts if all tokens use one expert. The loss of Mixtral is ``top_k`` times
-        this.
+    It is n_experts * sum over experts of (fraction of the choices) * (mean probability), 1 if all experts are used
+    equally, n_experts if all tokens use one. The loss of Mixtral is ``top_k`` times this.
     """
     probability = logits.float().softmax(-1)
     chosen = functional.one_hot(probability.topk(top_k, dim=-1).indices, logits.shape[-1])
@@ -237,19 +231,10 @@ class MambaMixer(Branch):
 
 
 def selective_scan(signal: Tensor, step: Tensor, rate: Tensor, write: Tensor, read: Tensor) -> Tensor:
-    """Compute the selective scan (arXiv:2312.00752, Algorithm 2).
+    """Compute the selective scan (arXiv:2312.00752, Algorithm 2); in and out, shape (batch, token, channel).
 
-    h_t = exp(step_t rate) h_(t-1) + step_t write_t signal_t,  y_t = read_t h_t
-
-    Args:
-        signal: Inputs, shape (batch, token, channel).
-        step: Delta, shape (batch, token, channel).
-        rate: A, shape (channel, state).
-        write: B, shape (batch, token, state).
-        read: C, shape (batch, token, state).
-
-    Returns:
-        y, shape (batch, token, channel).
+    It is h_t = exp(step_t rate) h_(t-1) + step_t write_t signal_t, y_t = read_t h_t. In the paper's notation step is
+    Delta, rate A (channel, state), write B and read C, both (batch, token, state).
     """
     decay = (step[..., None] * rate).exp()
     added = (step * signal)[..., None] * write[:, :, None]

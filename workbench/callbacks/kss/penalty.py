@@ -70,15 +70,7 @@ class PenaltyShape:
             raise OptionError.of("upper", self.upper, f"above lower = {self.lower}")
 
     def of_moduli(self, modulus: Tensor, gamma: float) -> Tensor:
-        """Return the penalty of one layer, or of each of several.
-
-        Args:
-            modulus: Moduli |lambda|, shape (..., mode), unit 1.
-            gamma: Target near-unit mass, in [0, 1].
-
-        Returns:
-            A tensor of shape (...), at least 0.
-        """
+        """Return the penalty of moduli |lambda|, shape (..., mode), at a target near-unit mass; shape (...)."""
         if self.unstable_term == "softplus":
             excess = modulus - self.upper
             unstable = (torch.sigmoid(self.sharpness * excess) * softplus(excess).square()).sum(-1)
@@ -95,17 +87,10 @@ class PenaltyShape:
 
 @dataclass(frozen=True)
 class LayerPenalty:
-    """The penalty of one layer and the spectrum behind it.
+    """The penalty of one layer and the spectrum behind it; NaN, None or empty where there is none.
 
-    Attributes:
-        energy_gain: Factor by which the block increases the norm of the centered states, sqrt(E|y|^2 / E|x|^2); NaN if
-            it is not defined.
-        value: The penalty; None if the layer is skipped, or no spectrum was taken.
-        modulus: Moduli |lambda|, shape (mode,); empty if there is no spectrum.
-        near_unit_mass: Fraction of the modes between the bounds (RKSP Eq. 12); NaN if there is no spectrum.
-        reason: Reason why the layer is skipped; empty if it is not.
-        slopes: Slopes of the penalty in the two projections of the moments, shape (2, column, column); None if the
-            states have no gradient.
+    ``energy_gain``, sqrt(E|y|^2 / E|x|^2), is the factor by which the block increases the norm of the centered states,
+    ``reason`` why a layer is skipped, and ``slopes`` are those in the two projections of the moments.
     """
 
     energy_gain: float
@@ -124,10 +109,7 @@ class LayerPenalty:
 def layer_penalties(
     stacks: Sequence[StackedMoments], shape: PenaltyShape, *, gamma: float, has_spectra: bool = True
 ) -> Measurement[dict[int, LayerPenalty]]:
-    """Measure the KSS penalty of layers, and its slopes in the projected moments if the states have a gradient.
-
-    Without spectra, only the energy gain is measured.
-    """
+    """Measure the KSS penalty of layers with its slopes in the projected moments; without spectra, only the gain."""
     options = DmdOptions(ridge=shape.ridge, rank=shape.rank)
     projections = [stack.project(options) for stack in stacks] if has_spectra else []
     values = yield [*(stack.facts for stack in stacks), *projections]
@@ -148,11 +130,7 @@ def layer_penalties(
 def _penalty_of(
     operator: ProjectedOperator | None, shape: PenaltyShape, gamma: float, gain: float, *, has_gradient: bool
 ) -> LayerPenalty:
-    """Return the penalty of an operator.
-
-    For an operator A = V diag(lambda) V^-1, the derivative of the penalty with respect to A is
-    V^-* diag(dP/dlambda) V^*. It exists where the eigenvalues are simple.
-    """
+    """Return the penalty of an operator, with derivative V^-* diag(dP/dlambda) V^* where eigenvalues are simple."""
     try:
         if operator is None or not np.isfinite(operator.matrix).all():
             return LayerPenalty(gain, reason=NOT_FINITE)

@@ -439,10 +439,7 @@ class Shaper(Callback):
         return layer_penalties(stacks, self.kss.options.penalty, gamma=control.gamma, has_spectra=has_spectra)
 
     def _moments_of_layers(self, model: nn.Module, inputs: Any, control: ControlValues) -> list[StackedMoments]:
-        """Pass some examples of the batch through the model, and return the moments of the chosen layers.
-
-        All calls within a step use the same examples, tokens and layers.
-        """
+        """Pass some examples, the same in all calls of a step, and return the moments of the chosen layers."""
         has_gradient = torch.is_grad_enabled()
         options = self.kss.options
         # The generator depends only on the step. A resumed run needs no further state, and ranks whose last batches

@@ -16,21 +16,10 @@ from workbench.schema.symptoms import SYMPTOMS
 class Symptom:
     """A number read from a run, as evidence for or against causes.
 
-    Attributes:
-        name: Identifier, also the name of the feature that the ranking reads.
-        strength: Strength of the evidence: 0 if the value is not unusual, about 1 if it is striking, below 0 for the
-            opposite. Never NaN, because a symptom that cannot be read is omitted.
-        value: The measured value.
-        reference: The usual value; NaN if there is none.
-        sentence: The sentence shown to the user, with the numbers.
-        units: Units of value and reference.
-        kind: Source of the number.
-        step: Step of the run; -1 for no specific step.
-        layer: Block; -1 for no specific block.
-        path: Part of the run that holds the number, such as ``"/monitors"``; empty for the configuration, checkpoints
-            or several other symptoms.
-        variable: Name of the variable in that part.
-        selection: Dimension -> value that selects the number there, besides the step.
+    ``strength`` is 0 if the value is not unusual, about 1 if it is striking, below 0 for the opposite, and never NaN;
+    ``reference`` is the usual value, NaN if there is none. ``sentence`` is shown to the user. ``path``, ``variable``
+    and ``selection`` are the place of the number in the run, empty for the configuration, checkpoints or several
+    symptoms; step and layer are -1 for no specific one.
     """
 
     name: str
