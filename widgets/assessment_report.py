@@ -334,7 +334,8 @@ class AssessmentReport(MeasuringWidget):
         options = ("report", _SECOND_VIEW[kind])
         if tuple(self._view.options) != options:  # setting the options selects the first one
             self._view.options = options
-        self.export_bar.suggest(f"reports/{_as_file_name(known(self.text.document).subject)}")
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", known(self.text.document).subject).strip("._") or "report"
+        self.export_bar.suggest(f"reports/{name}")
         for part in (self._view, self._body):
             part.layout.display = None
         self._show_view()
@@ -361,11 +362,6 @@ class AssessmentReport(MeasuringWidget):
 def _with_units(fact: Fact) -> str:
     """Return the value of a fact with its unit."""
     return " ".join(filter(None, [fact.quantity.text, fact.quantity.units]))
-
-
-def _as_file_name(subject: str) -> str:
-    """Return a file name for a subject."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", subject).strip("._") or "report"
 
 
 _MISSING = "To run an experiment here, open the diagnosis as AssessmentReport(tree, model=..., task=...)."

@@ -194,7 +194,8 @@ class Numbers:
         value = _plain(picked.values)
         units = str(array.attrs.get("units", ""))
         is_share = units in ("", "1") and _is_share(path, variable)
-        places = [f"{dim} {_label(array, dim, index)}" for dim, index in selection]
+        labels = [number_in_words(_plain(array[d].values[i])) if d in array.coords else i for d, i in selection]
+        places = [f"{dim} {label}" for (dim, _), label in zip(selection, labels, strict=True)]
         return Quantity(
             path=where,
             variable=variable,
@@ -246,12 +247,6 @@ def _anchor(*parts: str) -> str:
     # Other characters are replaced by their codes, so that two locations never have the same anchor.
     words = [re.sub(r"[^A-Za-z0-9_/.-]", lambda sign: f"~{ord(sign[0]):x}", part) for part in parts]
     return re.sub(r"[/.]+", "-", f"n-{'-'.join(word.strip('/') for word in words)}").replace("~", "_")
-
-
-def _label(array: xr.DataArray, dim: str, index: int) -> str:
-    if dim in array.coords:
-        return number_in_words(_plain(array[dim].values[index]))
-    return str(index)
 
 
 def _plain(value: Any) -> Any:

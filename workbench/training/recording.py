@@ -216,15 +216,10 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     else:
         shapes = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
         about["shapes"] = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
-    if counts := _parametrizations(model):
-        about["parametrizations"] = counts
-    return about | {"n_weights": sum(parameter.numel() for parameter in model.parameters())}
-
-
-def _parametrizations(model: nn.Module) -> dict[str, int]:
-    """Count the tensors of a model that are computed by each parametrization, such as ``_SpectralNorm()``."""
     tables: list[Any] = [module.parametrizations for module in model.modules() if parametrize.is_parametrized(module)]
-    return dict(Counter(repr(item) for table in tables for chain in table.values() for item in chain))
+    if counts := Counter(repr(item) for table in tables for chain in table.values() for item in chain):
+        about["parametrizations"] = dict(counts)
+    return about | {"n_weights": sum(parameter.numel() for parameter in model.parameters())}
 
 
 def first_difference(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
