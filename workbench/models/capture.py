@@ -219,7 +219,7 @@ class StreamWatcher(BlockHooks):
         self.batch, self.leading = batch, torch.Size()
         self._chosen: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}
-        self._last: tuple[Tensor, int, Tensor] | None = None
+        self._last: tuple[Tensor, int | None, Tensor] | None = None
 
     def on_enter(self, call: BlockCall) -> None:
         """Keep the states that enter until the block has run."""
@@ -245,9 +245,10 @@ class StreamWatcher(BlockHooks):
 
     def _chosen_of(self, state: Tensor, site: Site) -> Tensor:
         """Return a copy of the chosen states, shape (snapshot, feature); the block may overwrite its input."""
-        # The state that leaves a block usually enters the next one unchanged.
-        if self._last is None or self._last[0] is not state or self._last[1] != state._version:
-            self._last = state, state._version, state.flatten(0, -2)[self.choose(state, site)]
+        # The state that leaves a block usually enters the next one unchanged. In inference mode writes are not counted.
+        version = None if state.is_inference() else state._version
+        if version is None or self._last is None or self._last[0] is not state or self._last[1] != version:
+            self._last = state, version, state.flatten(0, -2)[self.choose(state, site)]
         return self._last[2]
 
 
