@@ -319,3 +319,34 @@ def test_a_new_past_is_needed_after_a_restart():
         detector.update(loss)
     detector.restart()
     assert math.isnan(detector.update(9.0).rise)
+
+
+def curves(n, seed):
+    """Return healthy losses over all steps: noise and a walk about a power law, noise about a logarithm of time."""
+    random, step = np.random.default_rng(seed), np.arange(n)
+    noise, walk, level = random.normal(size=n), np.zeros(n), 0.0
+    for i in range(n):
+        level = 0.98 * level + 0.2 * random.normal()
+        walk[i] = level
+    power = 1 + 3 * (1 + step / 50) ** -0.5
+    return {
+        "noise": power + 0.08 * noise,
+        "walk": power + 0.1 * walk,
+        "logarithm": 5 - 0.45 * np.log1p(step) + 0.03 * noise,
+    }
+
+
+@pytest.mark.parametrize("curve", ["noise", "walk", "logarithm"])
+@pytest.mark.parametrize(("first", "then"), [(3, 12), (12, 3)])
+def test_another_cadence_raises_no_alarm_by_itself_and_a_jump_after_it_is_found(curve, first, then):
+    """Updates are examined at irregular intervals, in the second half four times as often, or a fourth."""
+    random, losses = np.random.default_rng(0), curves(6000, 0)[curve]
+    healthy, harmed, step = wb.Alarms(), wb.Alarms(), 0
+    while step < 6000:
+        norm = math.exp(0.25 * random.normal())
+        for alarms, jump in ((healthy, 0), (harmed, 3 * (step >= 5000))):
+            alarms.observe(monitors(step, loss=losses[step] + jump, grad_norm=norm, learning_rate=1e-3))
+        step += int((first if step < 3000 else then) * random.choice([1, 1.5, 2]))
+    assert not healthy.raised
+    assert "loss" in {alarm.signal for alarm in harmed.raised}
+    assert all(5000 <= alarm.step < 5100 for alarm in harmed.raised[:1])
