@@ -338,6 +338,7 @@ class AttachedRecorder:
         self._decide()
         if self._is_due("reduction"):
             self._guarded("reduction", lambda collectors: collectors.reduction.arm())
+        self._budget.begin_batch()
 
     def _before_update(self, loss: Any) -> None:
         """Measure between the backward pass and the update."""

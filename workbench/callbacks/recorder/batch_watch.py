@@ -180,6 +180,7 @@ class Call:
     largest: dict[str, Tensor] = field(default_factory=dict)
     lookahead: Tensor | None = None
     is_counted: bool = False
+    last_pass: int = -1  # that reached its output
 
 
 class BatchWatch:
@@ -401,7 +402,10 @@ class BatchWatch:
     def _arrive(self, module: nn.Module, call: Call, of_loss: Tensor | None, of_logits: Tensor | None) -> None:
         """Count a call when the first gradient arrives at its output, and read the labels from that of the logits."""
         try:
-            if (number := current_pass()) not in self._passes:
+            if (number := current_pass()) == call.last_pass and not self.examines:
+                return
+            call.last_pass = number
+            if number not in self._passes:
                 self.note_unmade()
                 self._versions = versions_of(self._optimized)
                 self._passes[number] = Pass(differentiated_loss(), self._scaler.begin_pass())

@@ -119,6 +119,7 @@ class Budget:
         self._events: list[tuple[str, Any, Any, float]] = []
         self._observed = self._spent = self._passed = 0.0
         self._began: float | None = None
+        self._batch: tuple[float, float] | None = None  # time at its beginning, and costs until then
         self._n_steps = 0
         self._has_plan = False
         self._lock = threading.Lock()
@@ -171,6 +172,11 @@ class Budget:
             self._total[part] = self._total.get(part, 0.0) + seconds
             self._observed += seconds
 
+    def begin_batch(self) -> None:
+        """Note that a batch begins, the first one of an update."""
+        if self._batch is None:
+            self._batch = run_output.stopwatch(), self._observed
+
     def end_step(self, due: Collection[str], forced: Collection[str] = ()) -> None:
         """End a step in which some parts were measured; those that were forced do not show the cost of a part."""
         now = run_output.stopwatch()
@@ -189,8 +195,12 @@ class Budget:
                 self._note(part, seconds)
             elif part in self._base and part not in forced:
                 self._now[part] = self._now.get(part, 0.0) + seconds  # belongs to its next measurement
-        if self._began is not None:
-            self._steps.append(max(now - self._began - observed, 0.0))
+        # On the host, what happens between two updates, such as the step of another model, is no time of this training;
+        # an accelerator computes it then.
+        batch, self._batch = self._batch, None
+        began, before = (self._began, 0.0) if batch is None or self._device.type != "cpu" else batch
+        if began is not None:
+            self._steps.append(max(now - began - (observed - before), 0.0))
             if self._has_plan:
                 self._spent, self._passed = self._spent + observed, self._passed + self._steps[-1]
         self._began = now
