@@ -260,7 +260,9 @@ def take_examples(batch: Any, which: slice | Tensor, axis: int = 0) -> Any:
     batch = inputs_of(batch)
     if isinstance(batch, Tensor):
         axis = axis if batch.ndim > axis else 0
-        return batch[(slice(None),) * axis + (which if isinstance(which, slice) else which.to(batch.device),)]
+        return batch[
+            (slice(None),) * axis + (which if isinstance(which, slice) else which.to(batch.device, non_blocking=True),)
+        ]
     n_examples = count_examples(batch, axis)
 
     def taken(value: Any, name: Any) -> Any:
