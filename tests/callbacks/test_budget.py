@@ -144,6 +144,12 @@ def test_blocks_take_turns_once_they_are_too_expensive_together(clock):
     assert budget.in_turn == {"precision"}
 
 
+def test_blocks_of_a_large_model_take_turns_from_the_beginning():
+    options = {"share": 0.02, "device": torch.device("cpu"), "costs": {}, "n_parameters": 10**9}
+    assert Budget(CADENCE, fixed=(), **options).in_turn == {"precision"}
+    assert Budget(CADENCE, fixed={"precision"}, **options).in_turn == set()
+
+
 def test_a_resumed_run_starts_from_the_costs_that_it_knew(clock):
     first = budget_of(0.02)
     simulated(clock, first, PARTS)

@@ -122,8 +122,8 @@ def on_a_gpu():
         f"{loop[2]} steps per second where a plain loop reaches {loop[1]}",
         f"the median step takes {steps[1]} instead of {steps[0]}",
         f"the median step of {large[1]} does not change",
-        f"down to {kss[0][2]} steps per second in its recommended form and to {kss[1][2]} as published, where the plain "
-        f"loop reaches {kss[0][1]} and {kss[1][1]}",
+        f"down to {kss[0][2]} steps per second in its recommended form and to {kss[1][2]} as published, where the "
+        f"plain loop reaches {kss[0][1]} and {kss[1][1]}",
     ]
 
 

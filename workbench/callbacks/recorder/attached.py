@@ -126,7 +126,12 @@ class AttachedRecorder:
         self._every = options.every
         self.device = next((p.device for p in bare(model).parameters()), torch.device("cpu"))
         self._budget = Budget(
-            options.every, fixed=options.fixed, share=options.budget, device=self.device, costs=memory.costs
+            options.every,
+            fixed=options.fixed,
+            share=options.budget,
+            device=self.device,
+            costs=memory.costs,
+            n_parameters=sum(p.numel() for p in bare(model).parameters()),
         )
         self._due, self._decided, self._forced, self._examined = set[str](), -1, set[str](), set[str]()
         self._rows: list[Row] = []

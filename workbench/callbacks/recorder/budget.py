@@ -24,8 +24,11 @@ _N_COSTS, _N_STEPS = 5, 51
 _EVERY = 10
 #: Fraction of the budget for writing blocks of the store, and the least one for the parts, however much rows cost.
 OF_STORE, _LEAST = 0.2, 0.25
-#: Parts of which one block is measured at a time once the whole is too expensive for its cadence.
-_IN_TURN = ("precision",)
+#: Parts of which one block is measured at a time once the whole is too expensive for its cadence, or if the model has
+#: more parameters than this, so that the first measurement is not longer than some steps.
+_IN_TURN, _LARGE = ("precision",), 1 << 27
+#: Cost of a later measurement as a fraction of that of the first one, as long as only that is known.
+_OF_FIRST = 0.3
 #: An interval is kept while the one that the budget allows is within these multiples of it.
 _SHORTER, _LONGER = 0.45, 1.2
 
@@ -90,6 +93,7 @@ class Budget:
         share: Share of the training time, 0.02 for 2 %; None fixes all parts.
         device: Device of the model.
         costs: Seconds by part that an earlier part of the run has measured.
+        n_parameters: Number of parameters of the model.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class Budget:
         share: float | None,
         device: torch.device,
         costs: Mapping[str, float],
+        n_parameters: int = 0,
     ) -> None:
         self.share, self._device = share, device
         self._every = every  # which the user may change during the run
@@ -108,7 +113,7 @@ class Budget:
         #: Intervals longer than the cadence of their part.
         self.slowed: dict[str, int] = {}
         #: Parts that are measured block by block.
-        self.in_turn: set[str] = set()
+        self.in_turn: set[str] = {*_IN_TURN} - self._fixed if n_parameters > _LARGE else set()
         self._next, self._latest = dict[str, int](), dict[str, int]()
         self._costs = {part: deque([cost], _N_COSTS) for part, cost in costs.items()}
         self._first: set[str] = set()  # parts whose cost is that of their first measurement
@@ -214,6 +219,7 @@ class Budget:
     def known(self) -> dict[str, float]:
         """Return the known costs, in seconds, and the duration of a step as ``step``."""
         found = {part: statistics.median(values) for part, values in self._costs.items()}
+        found |= {part: _OF_FIRST * found[part] for part in self._first}
         return found | ({"step": statistics.median(self._steps)} if self._steps else {})
 
     def plan(self, known: Mapping[str, float]) -> None:
@@ -231,6 +237,7 @@ class Budget:
             if part in ideal and self.interval[part] > base[part] and part not in self.in_turn:
                 self.in_turn.add(part)
                 del self._costs[part]
+                self._first.discard(part)
         self._has_plan = True
         self.slowed = {part: self.interval[part] for part in ideal if self.interval[part] > base[part]}
 
