@@ -18,12 +18,14 @@ from workbench.monitors.probe_pass import PARTS as PROBED
 #: What is examined of every update if the budget allows: alarms on its metrics; the contents of its batch with the
 #: norms of gradient and update; and the settings.
 OF_UPDATE = ("alarms", "batch", "settings")
+#: Weight of these in the sum that the intervals minimize; other parts have 1. Most faults show first in them.
+_WEIGHT = 10.0
 #: Latest costs of a part and durations of steps whose medians count.
 _N_COSTS, _N_STEPS = 5, 51
 #: Steps before the first plan and between two plans.
 _EVERY = 10
 #: Fraction of the budget for writing blocks of the store, and the least one for the parts, however much rows cost.
-OF_STORE, _LEAST = 0.2, 0.25
+OF_STORE, _LEAST = 0.2, 0.5
 #: Parts of which one block is measured at a time once the whole is too expensive for its cadence, or if the model has
 #: more parameters than this, so that the first measurement is not longer than some steps.
 _IN_TURN, _LARGE = ("precision",), 1 << 27
@@ -83,9 +85,9 @@ class Budget:
     """Decides at which updates each part is measured, from what it costs on this machine.
 
     A part that is not fixed is measured at the cadence of `options.CADENCE` while that is within the budget. Otherwise
-    the intervals grow as the square root of cost times cadence, which minimizes the sum over the parts of interval over
-    cadence for a given total cost. Costs are those of the host, or of the device where these are larger; the median of
-    the latest measurements counts.
+    the intervals grow as the square root of cost times cadence, which minimizes the weighted sum over the parts of
+    interval over cadence for a given total cost. Costs are those of the host, or of the device where these are larger;
+    the median of the latest measurements counts.
 
     Args:
         every: Updates between two measurements by part, None if it is off: fixed, or the smallest interval.
@@ -306,18 +308,21 @@ def intervals(parts: Mapping[str, tuple[float, int]], allowed: float) -> dict[st
         allowed: Seconds per step, above 0.
 
     Returns:
-        Intervals in steps. Of those longer than the cadence b of a part that costs c, all are the same multiple of
-        sqrt(b c).
+        Intervals in steps. Of those longer than the cadence b of a part that costs c and has the weight w, all are the
+        same multiple of sqrt(b c / w).
     """
     found = {part: float(base) for part, (_, base) in parts.items()}
-    free = {part: math.sqrt(cost / base) for part, (cost, base) in parts.items() if cost > 0}
+    weights = {part: _WEIGHT if part in OF_UPDATE else 1.0 for part in parts}
+    free = {part: math.sqrt(weights[part] * cost / base) for part, (cost, base) in parts.items() if cost > 0}
     while free and allowed > 0:
         factor = sum(free.values()) / allowed
-        cheap = [part for part, root in free.items() if factor * root <= 1]
+        ideal = {part: parts[part][1] * factor * root / weights[part] for part, root in free.items()}
+        cheap = [part for part, interval in ideal.items() if interval <= parts[part][1]]
         if not cheap:
-            return found | {part: parts[part][1] * factor * root for part, root in free.items()}
+            return found | ideal
         for part in cheap:
-            allowed -= free.pop(part) ** 2
+            del free[part]
+            allowed -= parts[part][0] / parts[part][1]
     return found
 
 
