@@ -11,6 +11,7 @@ from tests.small_training import same_weights
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, optimizers_in
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError
+from workbench.models.readable_weights import complete
 
 
 def parts_of(model):
@@ -112,7 +113,7 @@ def of_collector(optimizer, model, task, state):  # noqa: F811
     optimizer.step()
     for p in model.parameters():
         optimizer.state[p] |= state(p)
-    return collector.end()[0]
+    return complete(collector.end())[0]
 
 
 def test_pairs_of_eps_and_codes_of_eight_bits_are_no_moments(task):  # noqa: F811
