@@ -61,8 +61,8 @@ def costs():
         f"recommended KSS takes {band}",
         f"{number(of_step):.2f} % of the processor time of a step; a step waits for the store for {number(wait)} ms "
         f"(median), one that writes a block of 200 steps for {number(wait.split(':')[1]):.0f} ms",
-        f"{min(mean):.0f} to {max(mean):.0f} % of the time of a step (mean), {min(middle):.0f} to {max(middle):.0f} % "
-        "(median)",
+        f"{min(mean):.0f} to {max(mean):.0f} % of the time of a step of 45 to 91 ms (mean), {min(middle):.0f} to "
+        f"{max(middle):.0f} % (median)",
         f"predicted {small} (d = 512, L = 8), {large} and {long} (1.3B)",
         f"{monitors} % of the time; {spectra} % with spectra of 2,048 states every 50 steps",
         f"{number(region)} % of the time outside of KSS while every block is inside the band, {number(outside)} %",
@@ -131,7 +131,7 @@ def test_every_number_is_that_of_a_report():
     claims = [*spectra(), *costs(), *streaming(), *accuracy(), *on_a_gpu()]
     settings = (
         "width 768 from 2,048 states", "d = 512, L = 8, batches of 32 x 256 tokens", "d = 128, L = 4",
-        "batches of 8 x 64 tokens", "updates 50 to 200",
+        "batches of 8 x 64 tokens", "updates 50 to 300",
         "d = 256, L = 6, batches of 32 x 256 tokens", "2,048 states; memory", "rank 64", "Beyond 1e10",
         "On one H100", "of an H100", "Moments of 16,384 states", "with d = 512 and L = 8", "1.3 billion parameters",
     )  # fmt: skip
