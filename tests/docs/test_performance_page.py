@@ -113,15 +113,12 @@ def on_a_gpu():
     _, _, _, host, device, *_ = (cell.strip() for cell in eigenvalues.split("|"))
     moments, loop = row("gpu", "2,048, 16,384"), row("gpu", "no options")
     kss = [row("gpu", f"KSS, {name}") for name in ("recommended", "published")]
-    (steps,) = re.findall(r"gave ([\d.]+ ms) without and ([\d.]+ ms) with the watch", report("gpu"))
-    large = row("gpu", "1.3B, bfloat16, 2k tokens")
-    assert large[3] == "-0.0%"
+    more = re.search(r"\(\+([\d.]+) %; mean.*and \+([\d.]+) % \(step.*parameters \+([\d.]+) %", report("gpu")).groups()
     return [
         f"takes {number(device) / 1e3} s at a width of 2,048, and {host} with the",
         f"of this width take {moments[2]} instead of {moments[1]}",
         f"{loop[2]} steps per second where a plain loop reaches {loop[1]}",
-        f"the median step takes {steps[1]} instead of {steps[0]}",
-        f"the median step of {large[1]} does not change",
+        f"takes {more[0]} to {more[1]} % longer, and with 1.3 billion parameters at most {more[2]} %",
         f"down to {kss[0][2]} steps per second in its recommended form and to {kss[1][2]} as published, where the "
         f"plain loop reaches {kss[0][1]} and {kss[1][1]}",
     ]
@@ -133,7 +130,8 @@ def test_every_number_is_that_of_a_report():
         "width 768 from 2,048 states", "d = 512, L = 8, batches of 32 x 256 tokens", "d = 128, L = 4",
         "batches of 8 x 64 tokens", "updates 50 to 300",
         "d = 256, L = 6, batches of 32 x 256 tokens", "2,048 states; memory", "rank 64", "Beyond 1e10",
-        "On one H100", "of an H100", "Moments of 16,384 states", "with d = 512 and L = 8", "1.3 billion parameters",
+        "On one H100", "of an H100", "Moments of 16,384 states", "with d = 512 and L = 8", "of 22 to 23 ms",
+        "first hundred",
     )  # fmt: skip
     for setting, name in (
         ("d = 512, L = 8", "monitors"),
