@@ -85,8 +85,8 @@ class Recorder:
             ``attention`` it is also the number of updates over which queries and keys are compared.
         budget: Share of the training time that the recorder may take, kept by measuring what each part costs on this
             machine: parts are measured less often, and contents of batches, norms, settings and alarms are examined
-            only at some updates. The loss of every update is recorded, which takes some tenths of a millisecond. None
-            sets no limit.
+            only at some updates. The loss of every update is recorded, which takes up to a millisecond. None sets no
+            limit.
         probe: Inputs on which activations, attention and routing are measured, a few examples; None for the first
             examples of the first batch. All measurements use the same inputs.
         n_probe_tokens: Approximate number of tokens to take from the first batch.
