@@ -107,6 +107,15 @@ def test_the_share_is_kept_on_any_machine(clock, share, step):
     assert all(len(steps) > 1 for steps in due_at.values())
 
 
+def test_a_plan_accepts_parts_that_only_another_rank_has_measured_and_parts_switched_on_later(clock):
+    every = {"precision": 20, "attention": None}
+    budget = budget_of(0.02, every=every)
+    every["attention"] = 10
+    budget.plan({"step": 0.02, "precision": 1.0, "attention": 0.1})
+    assert budget.in_turn == {"precision"}
+    assert budget.slowed.keys() == {"precision", "attention"}
+
+
 def test_without_a_limit_every_part_keeps_its_cadence(clock):
     due_at = simulated(clock, budget_of(None), PARTS, n_steps=100)
     assert due_at["attention"] == [*range(9, 100, 10)]
@@ -189,6 +198,8 @@ def test_parts_of_one_pass_are_measured_together(clock):
     assert set(due_at["router"]) <= set(due_at["attention"])
     assert set(due_at["activations"]) <= set(due_at["attention"])
     assert len(due_at["router"]) == len(due_at["attention"])
+    assert budget.slowed["router"] == budget.slowed["attention"] == budget.cost().parts["attention"].every
+    assert "nan" not in str(budget.cost())
 
 
 def train(clock, watched, model, optimizer, n_steps, *, broken_at=None):

@@ -70,14 +70,18 @@ class Cost:
     parts: Mapping[str, PartCost]
 
     def __str__(self) -> str:
-        limit = "without a limit" if self.budget is None else f"of at most {self.budget:.1%}"
-        share = "not known yet" if math.isnan(self.share) else f"{self.share:.1%}"
-        lines = [f"Observation takes {share} {limit} of the training time ({1e3 * self.step_seconds:.3g} ms per step)."]
+        limit = "no limit" if self.budget is None else f"aim {self.budget:.1%}"
+        share = "an unknown share" if math.isnan(self.share) else f"{self.share:.1%}"
+        lines = [
+            f"Observation takes {share} of the training time ({limit}; a step takes {1e3 * self.step_seconds:.3g} ms)."
+        ]
         lines.append(f"{'part':<12} {'one [ms]':>9} {'every':>7} {'of a step':>10} {'total [s]':>10}")
         for name, part in sorted(self.parts.items(), key=lambda each: -each[1].total):
-            every = part.every or math.inf
-            of_step = part.seconds / every / self.step_seconds if self.step_seconds > 0 else math.nan
-            lines.append(f"{name:<12} {1e3 * part.seconds:>9.3g} {every:>7} {of_step:>10.2%} {part.total:>10.3g}")
+            cells = [f"{1e3 * part.seconds:.3g}", str(part.every or ""), ""]
+            if part.every and self.step_seconds > 0:
+                cells[2] = f"{part.seconds / part.every / self.step_seconds:.2%}"
+            one, every, of_step = ("" if cell in ("nan", "nan%") else cell for cell in cells)
+            lines.append(f"{name:<12} {one:>9} {every:>7} {of_step:>10} {part.total:>10.3g}")
         return "\n".join(lines)
 
 
@@ -117,6 +121,7 @@ class Budget:
         #: Parts that are measured block by block.
         self.in_turn: set[str] = {*_IN_TURN} - self._fixed if n_parameters > _LARGE else set()
         self._next, self._latest = dict[str, int](), dict[str, int]()
+        self._passes: list[str] = []  # parts that are measured in one pass, of which the first one has its cost
         self._costs = {part: deque([cost], _N_COSTS) for part, cost in costs.items()}
         self._first: set[str] = set()  # parts whose cost is that of their first measurement
         self._total: dict[str, float] = {}
@@ -146,7 +151,7 @@ class Budget:
         """
         found: set[str] = set()
         cadence = self._base
-        passes = [part for part in PROBED if part in cadence and part not in self._fixed and is_on(part)]
+        passes = self._passes = [p for p in PROBED if p in cadence and p not in self._fixed and is_on(p)]
         for part, base in cadence.items():
             at = (made if part == "reduction" else step) + 1
             if part in self._fixed:
@@ -233,15 +238,19 @@ class Budget:
         rest = max(allowed - known.get("row", 0.0) - of_fixed, _LEAST * allowed)
         ideal = intervals({p: (known[p], b) for p, b in base.items() if p in known and p not in self._fixed}, rest)
         for part, n in ideal.items():
-            if not _SHORTER <= n / self.interval[part] <= _LONGER or n == base[part]:
+            now = self.interval.setdefault(part, base[part])  # the user may have switched it on since
+            if not _SHORTER <= n / now <= _LONGER or n == base[part]:
                 self.interval[part] = rounded(n, base[part])
+        for part in self._passes[1:]:
+            self.interval[part] = max(base[part], self.interval[self._passes[0]])
         for part in _IN_TURN:
             if part in ideal and self.interval[part] > base[part] and part not in self.in_turn:
                 self.in_turn.add(part)
-                del self._costs[part]
+                self._costs.pop(part, None)  # another rank may have measured it alone
                 self._first.discard(part)
         self._has_plan = True
-        self.slowed = {part: self.interval[part] for part in ideal if self.interval[part] > base[part]}
+        named = [*ideal, *self._passes[1:]]
+        self.slowed = {part: self.interval[part] for part in named if self.interval[part] > base[part]}
 
     def cost(self) -> Cost:
         """Return what observation has cost so far."""
