@@ -492,13 +492,17 @@ class AttachedRecorder:
             return
         examined, self._examined = self._examined, set()
         is_checked, has_batch = bool(examined - {"settings"}), "batch" in examined
-        self._rows.append(Row(step, self._pending, self._changes, is_checked, has_batch, self._measured))
+        numbers, are_late = self._pending, self._is_late or is_shared()
+        if not are_late:
+            numbers = dict[str, float | Tensor](as_floats(numbers))
+            is_checked |= not math.isfinite(numbers.get("loss", 0.0))
+        self._rows.append(Row(step, numbers, self._changes, is_checked, has_batch, self._measured))
+        is_urgent = is_checked or bool(self._changes) or self.is_hosted
         self._pending, self._changes, self._measured = {}, [], {}
-        if (self._is_late or is_shared()) and not (is_checked or len(self._rows) >= _MOST_ROWS or self.is_hosted):
+        if not (is_urgent or len(self._rows) >= _MOST_ROWS):
             return
-        if not (self._is_late or is_shared()):
-            row = self._rows.pop()
-            self._publish_row(row, as_floats(row.numbers))
+        if not are_late:
+            self._publish_waiting()
             return
         self._depart()
         while self._flights and self._flights[0].rows[-1].step <= step - (_LAG if self._is_late else 0):
@@ -513,7 +517,11 @@ class AttachedRecorder:
 
     def _publish_waiting(self) -> None:
         """Publish all rows that are closed, without a message between ranks, which may not end together."""
-        if self._rows:
+        if not (self._is_late or is_shared()):
+            rows, self._rows = self._rows, []
+            for row in rows:
+                self._publish_row(row, as_floats(row.numbers))
+        elif self._rows:
             self._depart()
         while self._flights:
             self._land(is_joint=False)
@@ -604,6 +612,8 @@ class AttachedRecorder:
         if self._is_late:
             self._measured = found
         elif parts:
+            if not is_shared():
+                self._publish_waiting()
             self._publish_parts(step, found, is_joint=is_shared())
 
     def _start(self, found: dict[str, Any], part: str, start: Callable[[Collectors], Measurement[Any] | None]) -> None:

@@ -234,6 +234,7 @@ class BatchWatch:
         self._is_random: dict[nn.Module, bool] = {}
         self._passes: dict[int, Pass] = {}
         self._first: dict[nn.Module, Any] = {}
+        self._by_loss: set[nn.Module] = set()  # modules whose own loss is differentiated
         enter, leave = ModelHook(self._enter), ModelHook(self._leave)
         self._handles = [
             handle
@@ -354,7 +355,8 @@ class BatchWatch:
                 modules = self._modules[module]
                 is_training = sum(each.training for each in modules) / len(modules)
             inputs = named_arguments(bare(module), args, kwargs)
-            self._calls[module] = Call(inputs, PassContext.of(self._kind), is_training)
+            context = PassContext.of(self._kind) if self.examines or not self.has_seen else self._pass
+            self._calls[module] = Call(inputs, context, is_training)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         if not self._counts(module) or module not in self._calls:
@@ -384,6 +386,8 @@ class BatchWatch:
                 if type(each) is Tensor and each.ndim > 1 and each.shape[-1] > 1 and each.is_floating_point()
             )
             logits = None if call.largest else next(may_be_logits, None)
+        elif module in self._by_loss and any(loss is each for each in tensors):
+            tensors = [each for each in tensors if each is loss]
         call.logits = None if logits is None else weakref.ref(logits)
         reference = weakref.ref(self)
         for tensor in tensors:
@@ -408,11 +412,13 @@ class BatchWatch:
             if number not in self._passes:
                 self.note_unmade()
                 self._versions = versions_of(self._optimized)
-                self._passes[number] = Pass(differentiated_loss(), self._scaler.begin_pass())
+                is_known = call.loss is not None and not self.examines
+                self._passes[number] = Pass(None if is_known else differentiated_loss(), self._scaler.begin_pass())
             if not call.is_counted:
                 self._passes[number].is_own |= not any(each.requires_grad for each in tensors_in(call.inputs))
                 self._count(module, call)
             if of_loss is not None and self.examines:
+                self._by_loss.add(module)
                 self._seen_by(module).weights += ((of_loss.detach().reshape(()), self._passes[number]),)
             if of_logits is not None and call.logits is not None:
                 self._take_labels(module, call, of_logits)
