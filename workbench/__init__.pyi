@@ -29,6 +29,7 @@ from .callbacks.kss import KSSOptions as KSSOptions
 from .callbacks.recorder import Recorder as Recorder
 from .callbacks.train import train as train
 from .callbacks.watch import watch as watch
+from .contracts.check import check as check
 from .diagnosis.diagnose import diagnose as diagnose
 from .diagnosis.experiment_runs import run_experiment as run_experiment
 from .errors import WorkbenchError as WorkbenchError

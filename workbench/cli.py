@@ -92,6 +92,22 @@ def _profile(given: argparse.Namespace) -> int:
     return 0
 
 
+def _check(given: argparse.Namespace) -> int:
+    if not given.command:
+        raise OptionError("There is no command to check; pass it after --, as in workbench check -- python train.py.")
+    for path in (given.json, given.out):
+        if path is not None:
+            check_free(path, overwrite=given.overwrite)
+    from workbench.contracts.script import check_script, exit_status
+
+    report = check_script(given.command, updates=given.updates, accept=given.accept, goes_on=given.go_on)
+    print(report)
+    for path, is_page in ((given.json, False), (given.out, True)):
+        if path is not None:
+            report.write(path, html=is_page, overwrite=given.overwrite)
+    return exit_status(report)
+
+
 def _lab(given: argparse.Namespace) -> int:
     script = _ROOT / "tools" / "lab.py"
     if not script.exists():
@@ -220,6 +236,23 @@ def _parser() -> argparse.ArgumentParser:
     _add_outputs(diagnose)
     diagnose.set_defaults(run=_diagnose)
 
+    check = commands.add_parser(
+        "check",
+        help="is this training wired as its author believes?",
+        description="Run a training script for some updates, without a change to it, and test its contracts on copies. "
+        "Exit status: 0 all hold, 1 some are broken, 2 some could not be tested, 3 invalid input, 5 internal error.",
+    )
+    check.add_argument("--updates", type=_count, default=20, metavar="N", help="updates before the tests (default 20)")
+    check.add_argument(
+        "--accept", action="append", default=[], metavar="ID", help="contract that is broken on purpose; repeatable"
+    )
+    check.add_argument("--go-on", action="store_true", help="continue the training after the tests")
+    check.add_argument("--json", type=Path, metavar="PATH", help="results to write for machines")
+    check.add_argument("--out", type=Path, metavar="PAGE.html", help="page to write")
+    check.add_argument("--overwrite", action="store_true", help="replace existing files")
+    check.add_argument("command", nargs="*", metavar="-- COMMAND", help="python SCRIPT ... or torchrun ... SCRIPT ...")
+    check.set_defaults(run=_check)
+
     profile = commands.add_parser(
         "profile", help="Koopman spectra of a checkpoint", description="Measure the Koopman spectra of a checkpoint."
     )
@@ -234,6 +267,13 @@ def _parser() -> argparse.ArgumentParser:
     lab.add_argument("notebook", nargs="?", default="notebooks/00_start.ipynb", metavar="NOTEBOOK")
     lab.set_defaults(run=_lab)
     return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:

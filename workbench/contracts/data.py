@@ -1,0 +1,260 @@
+"""Contracts of data and labels, read from the gradients of the logits."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, passed
+from workbench.contracts.observer import Call
+from workbench.contracts.results import Result
+from workbench.contracts.token_labels import IGNORED, TokenLabels
+from workbench.formatting import fine_percent
+
+#: Share of the positions at which labels equal shifted inputs if they are shifted so.
+_NEARLY_ALL = 0.98
+#: Least number of positions for a statement.
+_LEAST = 16
+
+
+def agreement(tokens: Tensor, labels: Tensor, shift: int) -> float:
+    """Return the share of counting positions whose label is the id some positions later; NaN if there are too few."""
+    n = tokens.shape[1]
+    if abs(shift) >= n:
+        return float("nan")
+    here = labels[:, : n - shift] if shift >= 0 else labels[:, -shift:]
+    there = tokens[:, shift:] if shift >= 0 else tokens[:, : n + shift]
+    counts = here != IGNORED
+    if int(counts.sum()) < _LEAST:
+        return float("nan")
+    return float((here == there.to(here.device))[counts].double().mean())
+
+
+def shift_of_labels(lab: Lab) -> tuple[int | None, dict[int, float]]:
+    """Return by how many positions labels are ahead of the inputs, None if it is unclear, and all agreements."""
+    labels = lab.labels.labels
+    if labels.ndim != 2:
+        raise NotTestedError("the loss has one label for each example, not for each token")
+    tokens = lab.tokens.cpu()
+    found = {shift: agreement(tokens, labels, shift) for shift in range(-2, 5)}
+    fitting = [shift for shift, share in found.items() if share >= _NEARLY_ALL]
+    return (1 if 1 in fitting else fitting[0] if len(fitting) == 1 else None), found
+
+
+@contract("labels_aligned")
+def labels_aligned(lab: Lab) -> Result:
+    """Which token is the label of each output?
+
+    The gradient of the logits at a position is negative at its label alone. In a model of the next token that label is
+    the id that the embedding received one position later.
+    """
+    if lab.labels.labels.ndim != 2:
+        return not_applicable("The loss has one label for each example.")
+    shift, found = shift_of_labels(lab)
+    if shift == 1:
+        return passed(f"The label at {fine_percent(found[1])} of the positions is the next token.")
+    if shift is None:
+        return not_applicable("The labels are no tokens of the input at a fixed distance.")
+    lines = {each.line for each in lab.seen.passes[:1]}
+    where = f"labels of the loss ({', '.join(lines)})" if any(lines) else "labels of the loss"
+    if shift == 0:
+        change = "shift the labels by one position: compare logits[:, :-1] with tokens[:, 1:]"
+        words = "the token that the model reads at the same position"
+    else:
+        n = abs(shift - 1)
+        side = "ahead" if shift > 1 else "back"
+        change = f"shift the labels once: they are {n} position{'s' * (n > 1)} too far {side}"
+        words = f"the token {abs(shift)} positions {'later' if shift > 0 else 'before'}"
+    nexts = f"; the next token is the label at {fine_percent(found[1])}"
+    return failed(
+        f"The label at {fine_percent(found[shift])} of the positions is {words}{nexts}.",
+        where=where,
+        remedy=f"{change}.",
+    )
+
+
+@contract("labels_present")
+def labels_present(lab: Lab) -> Result:
+    """What share of the positions counts, in each batch, and are there different labels?
+
+    A position counts if the gradient of its logits is not zero.
+    """
+    seen = [(call, found) for call in lab.seen.main_calls() if (found := _logits_labels(call)) is not None]
+    if not seen or not any(found.is_cross_entropy for _, found in seen):
+        raise NotTestedError("the loss is no cross entropy of an output of the model, or its gradient was not seen")
+    shares = torch.tensor([float(found.counts.double().mean()) for _, found in seen])
+    empty = [call.update for (call, _), share in zip(seen, shares, strict=True) if share == 0]
+    where = "labels of the batches"
+    if empty:
+        return failed(
+            f"{len(empty)} of {len(seen)} batches have no label that counts, the first before update {empty[0] + 1}.",
+            where=where,
+            remedy="mask fewer labels, or leave out batches without any.",
+        )
+    known = torch.cat([found.labels[found.counts] for _, found in seen])
+    least, most = float(shares.min()), float(shares.max())
+    span = fine_percent(least) if least == most else f"{fine_percent(least)} to {fine_percent(most)}"
+    values, counts = known.unique(return_counts=True)
+    if len(known) >= 4 * _LEAST and len(values) == 1:
+        return failed(
+            f"All {len(known):,} labels are the class {int(values)}.",
+            where=where,
+            remedy="pass the labels of the data.",
+        )
+    if (missing := _missing_end(lab)) is not None:
+        return missing
+    share = fine_percent(float(counts.max()) / len(known))
+    return passed(f"{span} of the positions count; the most frequent of {len(values):,} labels has {share} of them.")
+
+
+def _logits_labels(call: Call) -> TokenLabels | None:
+    found = call.token_labels
+    if found is None:  # a batch without labels has a gradient of zeros
+        found = next((each for each in call.labels.values() if not each.counts.any()), None)
+    return found
+
+
+def _missing_end(lab: Lab) -> Result | None:
+    """Return a failure if the model reads ends of sequences that are never labels."""
+    end = getattr(getattr(lab.model, "config", None), "eos_token_id", None)
+    ends = [end] if isinstance(end, int) else [*end] if isinstance(end, list | tuple) else []
+    if not ends or lab.labels.labels.ndim != 2 or shift_of_labels(lab)[0] != 1:
+        return None
+    n_read = n_labels = n_dropped = 0
+    for call in lab.calls:
+        found = call.token_labels
+        if found is None:
+            continue
+        tokens, labels = lab.tokens_of(call).cpu(), found.labels
+        is_end = torch.isin(tokens[:, 1:], torch.tensor(ends))
+        first = is_end & ~torch.isin(tokens[:, :-1], torch.tensor(ends))  # not padding with the same id
+        n_read += int(first.sum())
+        n_labels += int((first & (labels[:, :-1] != IGNORED)).sum())
+        n_dropped += int((first & (labels[:, :-1] == IGNORED)).sum())
+    if n_read >= 4 and not n_labels:
+        return failed(
+            f"None of {n_read} ends of a sequence (id {ends[0]}) is a label, so that the model does not learn to stop.",
+            where="labels of the batches",
+            remedy="use another id for padding, or mask labels by the attention mask instead of by the id.",
+        )
+    return None
+
+
+def padding_id(lab: Lab, tokens: Tensor) -> tuple[int | None, str]:
+    """Return the id of padding, and how it is known; None if there is none.
+
+    It is that of the configuration or of the embedding; otherwise one id that fills the ends, or the beginnings, of
+    several examples for different lengths and occurs nowhere else.
+    """
+    config = getattr(lab.model, "config", None)
+    if isinstance(given := getattr(config, "pad_token_id", None), int):
+        return given, "pad_token_id"
+    for module in lab.model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+            return int(module.padding_idx), "padding_idx"
+    for side in (tokens, tokens.flip(1)):
+        last = side[:, -1]
+        for value in last.unique().tolist():
+            is_run = (side.flip(1) == value).long().cumprod(1).flip(1).bool()
+            lengths = is_run.sum(1)
+            if int((lengths >= 2).sum()) >= 2 and len(lengths.unique()) >= 2 and not ((side == value) & ~is_run).any():
+                return int(value), "an id that only fills the ends of examples"
+    return None, ""
+
+
+def padding_mask(lab: Lab) -> tuple[Tensor, str]:
+    """Return where the first call is padding, shape (batch, token), and how it is known; all False without padding."""
+    tokens = lab.tokens.cpu()
+    mask = lab.call.kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == tokens.shape:
+        return (mask == 0).cpu(), "attention_mask"
+    value, how = padding_id(lab, tokens)
+    if value is None:
+        return torch.zeros_like(tokens, dtype=torch.bool), ""
+    right = (tokens.flip(1) == value).long().cumprod(1).flip(1).bool()
+    left = (tokens == value).long().cumprod(1).bool()
+    return right | left, how
+
+
+@contract("padding_ignored")
+def padding_ignored(lab: Lab) -> Result:
+    """Do positions whose label is padding count in the loss?
+
+    The first padding after a sequence may be its end, which is learned; from the second one on it is padding.
+    """
+    if lab.labels.labels.ndim != 2:
+        return not_applicable("The loss has one label for each example.")
+    is_padding, how = padding_mask(lab)
+    if not is_padding.any():
+        return not_applicable("The batch has no padding.")
+    shift, _ = shift_of_labels(lab)
+    counts = lab.labels.counts
+    if shift == 1 or shift is None:
+        # The label of a position is the next token.
+        of_padding = torch.zeros_like(is_padding)
+        of_padding[:, :-1] = is_padding[:, 1:] & is_padding[:, :-1]
+    else:
+        of_padding = is_padding
+    wrong = of_padding & counts
+    n, n_counting = int(wrong.sum()), int(counts.sum())
+    if not n:
+        return passed(f"None of {int(of_padding.sum()):,} positions of padding ({how}) counts in the loss.")
+    weight = float(lab.labels.weights[wrong].sum() / lab.labels.weights.sum())
+    return failed(
+        f"{n:,} of {n_counting:,} positions that count in the loss are padding ({how}), with {fine_percent(weight)} of "
+        "its weight.",
+        where="labels of the loss",
+        remedy="set the labels of padding to -100, or to the ignore_index of the loss.",
+        proof=f"Without them, the loss of this batch is {_mean(lab, ~wrong):.4g} instead of {_mean(lab, None):.4g}.",
+    )
+
+
+def _mean(lab: Lab, which: Tensor | None) -> float:
+    chosen = lab.labels.counts if which is None else lab.labels.counts & which
+    return float(lab.labels.losses[chosen].mean())
+
+
+@contract("batches_differ")
+def batches_differ(lab: Lab) -> Result:
+    """Do different batches hold different examples, and different ids?"""
+    seen: dict[bytes, list[int]] = {}
+    n = 0
+    for call in lab.calls:
+        first = next((t for t in [*call.args, *call.kwargs.values()] if isinstance(t, Tensor) and t.ndim), None)
+        if first is None:
+            continue
+        for example in first.detach().cpu():
+            n += 1
+            value = example if not example.is_floating_point() else example.float()
+            seen.setdefault(value.contiguous().numpy().tobytes(), []).append(len(seen))
+    n_updates = len({call.update for call in lab.calls})
+    if n_updates < 2 or n < 4:
+        raise NotTestedError("fewer than two batches were kept")
+    ids = None
+    with contextlib.suppress(NotTestedError):
+        ids = torch.cat([lab.tokens_of(call).flatten().cpu() for call in lab.calls])
+    if ids is not None and len(ids) >= 4 * _LEAST:
+        value, counts = ids.unique(return_counts=True)
+        share = float(counts.max()) / len(ids)
+        if share > 0.9:
+            return failed(
+                f"{fine_percent(share)} of {len(ids):,} ids are {int(value[counts.argmax()])}.",
+                where="ids of the batches",
+                remedy="look at the decoded tokens; the vocabulary of the tokenizer may not fit the text.",
+            )
+    repeats = n - len(seen)
+    if len(seen) == 1 or (n_updates >= 3 and len(seen) <= n / n_updates):
+        return failed(
+            f"{n_updates} updates have the same {len(seen)} examples.",
+            where="the data loader",
+            remedy="draw a new batch for each update.",
+        )
+    if repeats and repeats >= 0.4 * n and n_updates >= 2:
+        return failed(
+            f"{repeats} of {n} examples have been seen before, within {n_updates} updates.",
+            where="the data loader",
+            remedy="give each worker and each rank its own part of the data.",
+        )
+    return passed(f"{len(seen)} of {n} examples in {n_updates} updates are different.")

@@ -1,0 +1,250 @@
+"""Contracts of what an output depends on: tokens before it, other examples, padding, and the order of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from workbench.contracts.data import padding_mask, shift_of_labels
+from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, passed
+from workbench.contracts.results import Result
+from workbench.formatting import number_in_words
+
+
+def _other(tokens: Tensor, lab: Lab) -> Tensor:
+    """Return ids of the same batch that differ at every position, so that they are common ones."""
+    shuffled = tokens.roll(1, 1)
+    same = shuffled == tokens
+    low, high = int(tokens.min()), int(tokens.max())
+    moved = torch.where(tokens < high, tokens + 1, low if low < high else max(0, low - 1))
+    return torch.where(same, moved, shuffled)
+
+
+def _change(lab: Lab, tokens: Tensor) -> Tensor:
+    """Return the largest change of each position's logits when the first call reads other ids, shape (batch, token)."""
+    new = lab.logits(lab.call, *lab.with_tokens(lab.call, tokens))
+    change = (new - lab.base).abs().flatten(2).amax(-1)
+    if change.shape != tokens.shape:
+        raise NotTestedError("the model has no output at each of its tokens")
+    return change.cpu()
+
+
+@contract("causal")
+def causal(lab: Lab) -> Result:
+    """Do outputs before a token change when the token changes?
+
+    It is tested if the loss at an output wants a later token. The change before the token is compared with rounding and
+    with the change from the token on.
+    """
+    if lab.labels.labels.ndim != 2:
+        return not_applicable("The loss has one label for each example.")
+    shift, _ = shift_of_labels(lab)
+    if shift is None or shift < 1:
+        return not_applicable("The labels are not the next tokens.")
+    tokens = lab.tokens.clone()
+    n = tokens.shape[1]
+    t = n // 2
+    tokens[:, t] = _other(lab.tokens, lab)[:, t]
+    change = _change(lab, tokens)
+    before, after = float(change[:, :t].amax()), float(change[:, t:].amax())
+    limit = max(lab.rounding(lab.base), 1e-6 * after)
+    if before <= limit:
+        if after <= limit:
+            raise NotTestedError("no output depends on the tokens")
+        return passed(
+            f"Token {t} changes outputs from position {t} on by {number_in_words(after)}, and those before it by "
+            f"{number_in_words(before)}."
+        )
+    rows = change[:, :t].amax(0)
+    first = int((rows > limit).nonzero()[0])
+    n_leaks = int((rows > limit).sum())
+    where = (
+        "the attention mask" if first == 0 or n_leaks > 1 else f"the mask at the position before the token ({first})"
+    )
+    if n_leaks == 1 and first == t - 1:
+        where = "the attention mask, which is off by one"
+    return failed(
+        f"Token {t} changes the outputs at {n_leaks} positions before it by up to {number_in_words(before)}, "
+        f"{100 * before / max(after, 1e-30):.2g} % of its largest effect: the model sees the tokens that it predicts.",
+        where=where,
+        remedy="pass is_causal=True, or mask scores above the diagonal; statistics over positions leak as well.",
+    )
+
+
+@contract("order_matters")
+def order_matters(lab: Lab) -> Result:
+    """Does an output change when earlier tokens change places?
+
+    The last output is compared for the batch and for one in which all tokens before it are in another order.
+    """
+    tokens = lab.tokens
+    n = tokens.shape[1]
+    if n < 4:
+        raise NotTestedError("the examples have fewer than four tokens")
+    is_padding, _ = padding_mask(lab)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.cat([torch.randperm(n - 1, generator=generator), torch.tensor([n - 1])]).to(tokens.device)
+    usable = ~is_padding.any(1)
+    if not usable.any():
+        raise NotTestedError("all examples have padding")
+    new = lab.logits(lab.call, *lab.with_tokens(lab.call, tokens[:, order]))
+    base = lab.base
+    if base.shape[:2] == tokens.shape:
+        change = (new[:, -1] - base[:, -1]).abs()
+    elif base.shape[0] == tokens.shape[0]:
+        change = (new - base).abs()
+    else:
+        raise NotTestedError("the outputs do not belong to the examples")
+    largest = float(change[usable.to(change.device)].amax())
+    if largest > lab.rounding(base):
+        return passed(f"Tokens in another order change the last output by {number_in_words(largest)}.")
+    return failed(
+        f"Tokens in another order change the last output by {number_in_words(largest)}, which rounding explains: the "
+        "model does not see positions.",
+        where="position embeddings",
+        remedy="add the position embeddings to the states, or pass position_ids.",
+    )
+
+
+@contract("examples_independent")
+def examples_independent(lab: Lab) -> Result:
+    """Do outputs of an example change when another example changes, in eval mode?
+
+    In packed batches, whose position_ids begin anew within an example, documents are tested likewise.
+    """
+    call = lab.call
+    old, is_ids = _inputs(lab)
+    if old.shape[0] < 2:
+        raise NotTestedError("the batch has one example")
+    new = old.clone()
+    new[-1] = _other(old, lab)[-1] if is_ids else old[-1].flip(0) * 1.5 + 0.5 * old.std()
+    base, moved = lab.outputs(call), lab.outputs(call, *lab._with(call, old, new))
+    pairs = [(a, b) for a, b in zip(base, moved, strict=True) if a.ndim > 1 and a.shape[0] == old.shape[0]]
+    if not pairs:
+        raise NotTestedError("no output has an entry for each example")
+    here = max(float((a[:-1] - b[:-1]).abs().amax()) for a, b in pairs)
+    there = max(float((a[-1] - b[-1]).abs().amax()) for a, b in pairs)
+    limit = max(max(lab.rounding(a) for a, _ in pairs), 1e-6 * there)
+    if here > limit:
+        return failed(
+            f"Another last example changes the outputs of the others by {number_in_words(here)}, "
+            f"{100 * here / max(there, 1e-30):.2g} % of the change of its own.",
+            where=_mixing(lab, old, new) or "a module that mixes examples",
+            remedy="normalize over features, and keep the axis of examples in every reshape.",
+        )
+    if is_ids and (packed := _documents(lab, old)) is not None:
+        return packed
+    return passed(
+        f"Another last example changes its own outputs by {number_in_words(there)} and the others by "
+        f"{number_in_words(here)}."
+    )
+
+
+def _inputs(lab: Lab) -> tuple[Tensor, bool]:
+    """Return the main input of the first call with an axis of examples, and whether it holds ids."""
+    try:
+        return lab.tokens, True
+    except NotTestedError:
+        values = [*lab.call.args, *lab.call.kwargs.values()]
+        found = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 1]
+        if not found:
+            raise
+        return found[0], False
+
+
+def _mixing(lab: Lab, old: Tensor, new: Tensor) -> str:
+    """Return the first module whose outputs of the other examples change."""
+    states: list[dict[str, Tensor]] = []
+    for args, kwargs in ((None, None), lab._with(lab.call, old, new)):
+        seen: dict[str, Tensor] = {}
+        handles = []
+
+        def keep(name: str, seen: dict[str, Tensor] = seen) -> Callable[..., None]:
+            def hook(module: object, given: tuple, output: object) -> None:
+                first = next((t for t in _tensors(output) if t.is_floating_point() and t.ndim > 1), None)
+                if first is not None and first.shape[0] == old.shape[0]:
+                    seen.setdefault(name, first.detach()[:-1].clone())
+
+            return hook
+
+        for name, module in lab.model.named_modules():
+            handles.append(module.register_forward_hook(keep(name)))
+        try:
+            lab.outputs(lab.call, args, kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        states.append(seen)
+    for name, before in states[0].items():  # in the order in which the calls end
+        after = states[1].get(name)
+        if (
+            after is not None
+            and after.shape == before.shape
+            and not torch.allclose(before, after, rtol=1e-4, atol=1e-6)
+        ):
+            return name or type(lab.model).__name__
+    return ""
+
+
+def _tensors(output: object) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _documents(lab: Lab, tokens: Tensor) -> Result | None:
+    """Return a failure if a document of a packed example depends on an earlier one; None without packing."""
+    positions = lab.call.kwargs.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.shape != tokens.shape:
+        return None
+    starts = (positions[:, 1:] == 0).nonzero()
+    starts = starts[starts[:, 1] + 1 < tokens.shape[1] - 1]
+    if not len(starts):
+        return None
+    row, start = int(starts[0, 0]), int(starts[0, 1]) + 1
+    new = tokens.clone()
+    new[row, start - 1] = _other(tokens, lab)[row, start - 1]
+    change = _change(lab, new)[row]
+    ends = [int(s[1]) + 1 for s in starts if int(s[0]) == row and int(s[1]) + 1 > start]
+    stop = ends[0] if ends else tokens.shape[1]
+    leaked, own = float(change[start:stop].amax()), float(change[start - 1])
+    if leaked <= max(lab.rounding(lab.base), 1e-6 * own):
+        return None
+    return failed(
+        f"The last token of a packed document changes outputs of the next one by {number_in_words(leaked)}.",
+        where="the attention mask of packed documents",
+        remedy="mask attention between documents: a block-diagonal mask, or attention of variable length.",
+    )
+
+
+@contract("mask_respected")
+def mask_respected(lab: Lab) -> Result:
+    """Do outputs of tokens change when padding holds other ids, and are those of fully masked examples finite?"""
+    tokens = lab.tokens
+    is_padding, how = padding_mask(lab)
+    if not is_padding.any():
+        return not_applicable("The batch has no padding.")
+    base = lab.base
+    if not torch.isfinite(base[~is_padding.all(1).to(base.device)]).all():
+        raise NotTestedError("outputs are not finite")
+    on_device = is_padding.to(tokens.device)
+    new = torch.where(on_device, _other(tokens, lab), tokens)
+    moved = lab.logits(lab.call, *lab.with_tokens(lab.call, new))
+    if base.shape[:2] == tokens.shape:
+        real = ~on_device
+        change = float((moved - base).abs().flatten(2).amax(-1)[real].amax())
+    else:
+        change = float((moved - base).abs().amax())
+    if change <= lab.rounding(base):
+        return passed(
+            f"Other ids in {int(is_padding.sum()):,} positions of padding ({how}) change no output of tokens."
+        )
+    is_passed = "attention_mask" in lab.call.kwargs
+    return failed(
+        f"Other ids in the padding ({how}) change outputs of tokens by {number_in_words(change)}.",
+        where="attention_mask" if is_passed else "the call of the model, which has no mask",
+        remedy="use the mask in every attention, with its sign and type." if is_passed else "pass attention_mask.",
+    )

@@ -1,0 +1,259 @@
+"""Experiments on the modules of an observed training: the same passes with changed inputs, nothing of which remains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workbench.contracts.observer import Backward, Call, Observer
+from workbench.contracts.results import Result, Status
+from workbench.contracts.token_labels import TokenLabels
+from workbench.models.calling import bare
+from workbench.models.losses import tensors_in
+from workbench.models.probing import undisturbed
+
+#: Most forward passes of all experiments on one training, each counted as one pass of the user's batch.
+MOST_PASSES = 25
+
+
+class NotTestedError(Exception):
+    """An experiment cannot be made; the message is the reason."""
+
+
+class Lab:
+    """Passes of an observed training, made again with changed inputs.
+
+    Args:
+        seen: The observed training.
+
+    Attributes:
+        n_passes: Number of passes made so far; a pass of part of a batch counts in part.
+    """
+
+    def __init__(self, seen: Observer) -> None:
+        self.seen, self.n_passes = seen, 0.0
+
+    @cached_property
+    def calls(self) -> list[Call]:
+        """Calls of the model that a backward pass reached and whose inputs are kept."""
+        found = [call for call in self.seen.main_calls() if call.is_kept]
+        if not found:
+            raise NotTestedError("no pass of the training called the whole model as one module")
+        return found
+
+    @property
+    def call(self) -> Call:
+        """The first of these calls."""
+        return self.calls[0]
+
+    @property
+    def model(self) -> nn.Module:
+        """The model: the largest module that the loop calls, without wrappers."""
+        return bare(self.call.module)
+
+    @cached_property
+    def labels(self) -> TokenLabels:
+        """Labels of the first call, for losses that are a cross entropy of an output of the model."""
+        found = self.call.token_labels
+        if found is None:
+            raise NotTestedError("the loss is no cross entropy of an output of the model, or its gradient was not seen")
+        return found
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """Ids at the positions of the labels, shape (batch, token), as an embedding of the first call received them."""
+        return self.tokens_of(self.call)
+
+    def tokens_of(self, call: Call) -> Tensor:
+        """Return the ids that a call received, shape (batch, token): those of the embedding with the most entries."""
+        shape = None if call.token_labels is None else tuple(call.token_labels.labels.shape)
+        sizes = {name: module for name, module in bare(call.module).named_modules() if isinstance(module, nn.Embedding)}
+        fitting = [
+            (name, ids)
+            for name, ids in call.tokens.items()
+            if ids.ndim == 2 and (shape is None or len(shape) != 2 or tuple(ids.shape) == shape)
+        ]
+        if not fitting:
+            raise NotTestedError("the model receives no ids of shape (batch, token) at the positions of its loss")
+        names = {bare_name(name): name for name in sizes}
+        return max(fitting, key=lambda each: sizes[names.get(bare_name(each[0]), next(iter(sizes)))].num_embeddings)[1]
+
+    # Passes
+
+    def outputs(self, call: Call, args: tuple | None = None, kwargs: Mapping[str, Any] | None = None) -> list[Tensor]:
+        """Return the floating-point tensors in the output of a call made again in eval mode, with other inputs."""
+        with self.undisturbed(call):
+            output = self.run(call, args, kwargs)
+            return [each.detach() for each in tensors_in(output) if each.is_floating_point()]
+
+    def run(self, call: Call, args: tuple | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Call the module of a call again, without any protection; see `undisturbed`."""
+        self.n_passes += 1
+        if self.n_passes > MOST_PASSES:
+            raise NotTestedError(f"the experiments have made {MOST_PASSES} passes, the most that they may")
+        module = bare(call.module)
+        kind = next(module.parameters()).device.type
+        with torch.autocast(kind, call.autocast, enabled=call.autocast is not None):
+            return module(*(call.args if args is None else args), **(call.kwargs if kwargs is None else kwargs))
+
+    @contextmanager
+    def undisturbed(self, call: Call, *, trains: bool = False, gradients: bool = False) -> Iterator[None]:
+        """Return a context in which the module of a call may run, and after which nothing of it remains.
+
+        Args:
+            call: The call.
+            trains: Whether each module has the mode of the call, with the call's random state, instead of eval mode.
+            gradients: Whether graphs are built.
+        """
+        module = bare(call.module)
+        with ExitStack() as stack:
+            stack.enter_context(undisturbed(module))
+            if gradients:
+                stack.enter_context(torch.enable_grad())
+            if trains:
+                torch.set_rng_state(call.rng)
+                for each in module.modules():
+                    each.training = each not in call.in_eval
+            yield
+            if trains:
+                for each in module.modules():
+                    each.training = False
+
+    def loss(self, of: Backward, change: Callable[[Call], tuple[tuple, Mapping[str, Any]]] | None = None) -> Tensor:
+        """Return the loss of a recorded backward pass, computed again with the present parameters.
+
+        Args:
+            of: Backward pass whose operations were recorded.
+            change: Function from a call to its new arguments; None for those of the training.
+
+        Raises:
+            NotTestedError: If the loss does not follow from the outputs of the kept calls by recorded operations.
+        """
+        tape = of.tape
+        if tape is None or not tape.is_complete or not all(call.is_kept for call in tape.calls):
+            raise NotTestedError("how the loss follows from the outputs of the model was not seen")
+        made = [self.run(call, *(change(call) if change else (None, None))) for call in tape.calls]
+        return tape.loss(made)
+
+    def taped(self) -> Backward:
+        """Return the first backward pass whose loss can be computed again."""
+        for each in self.seen.passes:
+            if each.tape is not None and each.tape.is_complete and all(call.is_kept for call in each.tape.calls):
+                return each
+        raise NotTestedError("how the loss follows from the outputs of the model was not seen")
+
+    # Inputs
+
+    def with_tokens(self, call: Call, new: Tensor) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of a call with other ids; labels that equal the ids are left as they are."""
+        return self._with(call, self.tokens_of(call), new)
+
+    def _with(self, call: Call, old: Tensor, new: Tensor) -> tuple[tuple, dict[str, Any]]:
+        found = 0
+
+        def change(value: Any, name: str = "") -> Any:
+            nonlocal found
+            if isinstance(value, Tensor) and value.shape == old.shape and "label" not in name and "target" not in name:
+                if value is old or (not found and not value.is_floating_point() and torch.equal(value, old)):
+                    found += 1
+                    return new.to(value.dtype)
+                return value
+            if isinstance(value, Mapping):
+                return {key: change(each, str(key)) for key, each in value.items()}
+            return type(value)(change(each) for each in value) if type(value) in (tuple, list) else value
+
+        args, kwargs = change(tuple(call.args)), change(dict(call.kwargs))
+        if not found:
+            raise NotTestedError("the ids that the embedding receives are no argument of the model")
+        return args, kwargs
+
+    def with_argument(self, call: Call, name: str, new: Any) -> tuple[tuple, dict[str, Any]]:
+        """Return the arguments of a call with another value of one that was passed by name."""
+        return tuple(call.args), {**call.kwargs, name: new}
+
+    def logits(self, call: Call, args: tuple | None = None, kwargs: Mapping[str, Any] | None = None) -> Tensor:
+        """Return the logits of a call made again in eval mode: the output whose gradient is that of the cross entropy.
+
+        For other losses, it is the largest output.
+        """
+        found = self.outputs(call, args, kwargs)
+        which = next((i for i, each in call.labels.items() if each.is_cross_entropy), None)
+        if which is None or which >= len(found):
+            return max(found, key=lambda each: each.numel())
+        return found[which]
+
+    @cached_property
+    def base(self) -> Tensor:
+        """Logits of the first call in eval mode, with its own inputs."""
+        return self.logits(self.call)
+
+    def rounding(self, values: Tensor) -> float:
+        """Return the size of what rounding may change in outputs: a thousand of the last places of the largest."""
+        autocast = self.call.autocast
+        eps = max(torch.finfo(kind).eps for kind in (values.dtype, autocast) if kind is not None)
+        return 64 * eps * float(values.abs().amax())
+
+
+def bare_name(name: str) -> str:
+    """Return a path without the prefixes that DDP and torch.compile add."""
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+
+
+Contract = Callable[[Lab], Result]
+#: All contracts by id, in the order in which they are tested.
+CONTRACTS: dict[str, Contract] = {}
+
+
+def contract(id: str) -> Callable[[Contract], Contract]:
+    """Register the experiment on a contract under its id."""
+
+    def register(function: Contract) -> Contract:
+        CONTRACTS[id] = function
+        return function
+
+    return register
+
+
+def passed(evidence: str) -> Result:
+    """Return the result of a contract that holds."""
+    return Result("", Status.PASSED, evidence)
+
+
+def failed(evidence: str, *, where: str, remedy: str, proof: str = "") -> Result:
+    """Return the result of a contract that is broken."""
+    return Result("", Status.FAILED, evidence, where, remedy, proof)
+
+
+def not_applicable(reason: str) -> Result:
+    """Return the result of a contract about something that the training does not have."""
+    return Result("", Status.NOT_APPLICABLE, reason)
+
+
+def not_tested(reason: str, *, where: str = "") -> Result:
+    """Return the result of a contract that could not be tested, or that the author has to answer in one line."""
+    return Result("", Status.NOT_TESTED, reason, where)
+
+
+def all_results(seen: Observer, accepted: tuple[str, ...] = ()) -> list[Result]:
+    """Make the experiments on all contracts, and return their results."""
+    lab, found = Lab(seen), []
+    for id, experiment in CONTRACTS.items():
+        start = time.perf_counter()
+        try:
+            result = experiment(lab)
+        except NotTestedError as reason:
+            result = not_tested(f"{reason}.")
+        except Exception as error:  # noqa: BLE001  (models are of any kind, and the other contracts can be tested)
+            words = str(error).strip().splitlines()
+            result = not_tested(f"The experiment ended with {type(error).__name__}: {words[0] if words else ''}.")
+        if id in accepted and result.status is Status.FAILED:
+            result = replace(result, status=Status.ACCEPTED)
+        found.append(replace(result, id=id, seconds=time.perf_counter() - start))
+    return found

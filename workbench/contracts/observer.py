@@ -1,0 +1,486 @@
+"""What a training does in its first updates, seen through PyTorch's global hooks, without any change to its code."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.nn.utils import clip_grad
+from torch.optim import lr_scheduler, optimizer
+from torch.overrides import _get_current_function_mode_stack
+
+from workbench.contracts.tape import Tape
+from workbench.contracts.token_labels import TokenLabels, read_labels
+from workbench.models.calling import acting_on_gradients, bare
+from workbench.models.losses import tensors_in
+from workbench.models.probing import is_library
+from workbench.models.readable_weights import local_part
+
+#: Updates whose passes are recorded, so that their losses can be computed again; more than one batch is kept of each.
+_N_TAPED = 2
+#: Most bytes of inputs that are kept.
+_MOST_BYTES = 1 << 28
+#: Parameters of which an update keeps copies, and most elements of each.
+_N_SAMPLED, _MOST_SAMPLED = 8, 1 << 18
+#: Most tensors of an output whose gradients are read.
+_MOST_OUTPUTS = 8
+
+
+@dataclass(eq=False)
+class Call:
+    """One call in training of a module that no other module calls.
+
+    Attributes:
+        module: The module.
+        args: Its arguments by position, copies if ``is_kept``.
+        kwargs: Its arguments by name.
+        update: Number of updates before the call.
+        rng: State of torch's generator on the CPU before the call.
+        autocast: Dtype of autocast; None without.
+        in_eval: Modules that were in eval mode.
+        tokens: Ids that each embedding received, by the path of the embedding in the module.
+        labels: What the gradients of its outputs say about labels, by number of the output.
+        output_shapes: Shape of each floating-point tensor in the output.
+        loss: A loss in the output; None without.
+        reached: Whether a backward pass reached the output.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    update: int
+    rng: Tensor
+    autocast: torch.dtype | None
+    in_eval: frozenset[nn.Module]
+    is_kept: bool = False
+    tokens: dict[str, Tensor] = field(default_factory=dict)
+    labels: dict[int, TokenLabels] = field(default_factory=dict)
+    output_shapes: list[tuple[int, ...]] = field(default_factory=list)
+    loss: float | None = None
+    reached: bool = False
+
+    @property
+    def token_labels(self) -> TokenLabels | None:
+        """Labels of the cross entropy that is differentiated; None if there is none, or its gradient was not read."""
+        return next((each for each in self.labels.values() if each.is_cross_entropy), None)
+
+
+@dataclass(eq=False)
+class Backward:
+    """One backward pass.
+
+    Attributes:
+        update: Number of updates before it.
+        calls: Calls of modules that it reached, in their order.
+        loss: Value that is differentiated; NaN if it is not one number.
+        scale: Factor of the gradient scaler; 1 without.
+        before: Norm of the gradient that each parameter had before, NaN without one; see `Observer.parameters`.
+        after: The same afterwards.
+        tape: Record of the operations from the outputs of the calls to the loss; None if it was not recorded.
+        line: Line of the script that began it.
+    """
+
+    update: int
+    calls: list[Call]
+    loss: float
+    scale: float
+    before: np.ndarray
+    after: np.ndarray
+    tape: Tape | None
+    line: str
+
+
+@dataclass(eq=False)
+class Copy:
+    """A parameter with its gradient and the state of its optimizer just before an update, and afterwards."""
+
+    parameter: Tensor
+    before: Tensor
+    gradient: Tensor | None
+    state: dict[str, Any]
+    group: dict[str, Any]
+    after: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Update:
+    """One update of an optimizer.
+
+    Attributes:
+        index: Number of the update of the training; several optimizers may share one.
+        optimizer: The optimizer.
+        rates: Learning rate of each group.
+        norms: Norm of the gradient of each parameter before it, NaN without one.
+        versions: How often each parameter had been written to, before and after.
+        copies: Copies of some parameters.
+        line: Line of the script that made it.
+    """
+
+    index: int
+    optimizer: Any
+    rates: list[float]
+    norms: np.ndarray
+    versions: tuple[list[int], list[int]]
+    copies: list[Copy]
+    line: str
+
+
+@dataclass(frozen=True)
+class Act:
+    """Another act of the loop, with its numbers: ``clip``, ``schedule``, ``scaler scale``, ``unscale`` or ``update``."""
+
+    kind: str
+    update: int
+    n_passes: int
+    line: str
+    of: Any = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+class Finished(BaseException):
+    """Ends a script after the experiments; no script catches it by ``except Exception``."""
+
+
+class Observer:
+    """Observes the first updates of a training; a context that leaves nothing behind.
+
+    Args:
+        n_updates: Updates after which ``ready`` is called, at the beginning of the next forward pass.
+        ready: Function that makes the experiments; it may raise `Finished`.
+
+    Attributes:
+        calls: Calls of modules in training.
+        passes: Backward passes.
+        updates: Updates of optimizers.
+        acts: Clippings, steps of schedules and of gradient scalers.
+        called: All modules that were called in training.
+        parameters: Parameters with their names, in the order of the arrays of norms.
+    """
+
+    def __init__(self, n_updates: int = 20, ready: Callable[[Observer], None] = lambda seen: None) -> None:
+        self.n_updates, self._ready = n_updates, ready
+        self.calls: list[Call] = []
+        self.passes: list[Backward] = []
+        self.updates: list[Update] = []
+        self.acts: list[Act] = []
+        self.called: set[nn.Module] = set()
+        self.parameters: dict[int, tuple[str, Tensor]] = {}
+        self.optimizers: list[Any] = []
+        self.n_done = 0
+        self._open: list[Call] = []  # since the last backward pass
+        self._depth = threading.local()
+        self._tape: Tape | None = None
+        self._n_bytes = 0
+        self._stepped: set[int] = set()
+        self._undo: list[Callable[[], None]] = []
+        self.is_over = False
+
+    # What the training consists of
+
+    @property
+    def roots(self) -> list[nn.Module]:
+        """Modules that the loop calls and that have trained parameters, the largest first, without wrappers."""
+        found = dict.fromkeys(bare(call.module) for call in self.calls if call.reached)
+        return sorted(found, key=lambda each: -sum(p.numel() for p in each.parameters() if p.requires_grad))
+
+    @property
+    def n_passes(self) -> int:
+        """Number of backward passes so far."""
+        return len(self.passes)
+
+    def main_calls(self) -> list[Call]:
+        """Calls that a backward pass reached, of the largest module that the loop calls."""
+        roots = self.roots
+        return [call for call in self.calls if roots and call.reached and bare(call.module) is roots[0]]
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Name of a parameter in the module that the loop calls."""
+        return self.parameters[id(parameter)][0] if id(parameter) in self.parameters else "a tensor of no module"
+
+    # Context
+
+    def __enter__(self) -> Observer:
+        self._undo += [
+            hooks.register_module_forward_pre_hook(self._enter).remove,
+            hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True).remove,
+            optimizer.register_optimizer_step_pre_hook(self._before_step).remove,
+            optimizer.register_optimizer_step_post_hook(self._after_step).remove,
+        ]
+        self._replace(torch.autograd, "backward", self._backward)
+        for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
+            self._replace(clip_grad, name, self._clip)
+        self._replace(nn.utils, "clip_grad_value_", self._clip)
+        self._replace(lr_scheduler.LRScheduler, "step", self._noted("schedule"))
+        self._replace(lr_scheduler.ReduceLROnPlateau, "step", self._noted("schedule"))
+        for name in ("scale", "unscale_", "update"):
+            self._replace(torch.amp.GradScaler, name, self._noted(f"scaler {name.rstrip('_')}"))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._close_tape()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    def _replace(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        """Replace a function by one that calls ``around`` with it."""
+        own = vars(owner)[name]
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return around(own, *args, **kwargs)
+
+        replacement.__wrapped__ = own  # type: ignore[attr-defined]
+        replacement.__name__, replacement.__doc__ = own.__name__, own.__doc__
+        setattr(owner, name, replacement)
+        self._undo.append(lambda: setattr(owner, name, own))
+
+    # Forward passes
+
+    def _enter(self, module: nn.Module, args: tuple) -> None:
+        if torch.compiler.is_compiling() or self.is_over or threading.current_thread() is not threading.main_thread():
+            return
+        depth = getattr(self._depth, "n", 0)
+        self._depth.n = depth + 1
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return
+        if depth:
+            self.called.add(module)
+            return
+        if not any(p.requires_grad for p in module.parameters()):
+            return
+        if self.n_done >= self.n_updates and not self._stepped:
+            self.finish()
+            return
+        self.called.add(module)
+        kind = next(module.parameters()).device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        in_eval = frozenset(each for each in module.modules() if not each.training)
+        self._open.append(Call(module, (), {}, self.n_done, torch.get_rng_state(), dtype, in_eval))
+
+    def finish(self) -> None:
+        """Make the experiments, once."""
+        if not self.is_over:
+            self.is_over = True
+            self._close_tape()
+            self._ready(self)
+
+    def _leave(self, module: nn.Module, args: tuple, *rest: Any) -> None:
+        # After an exception of the module, torch passes no keywords.
+        kwargs, output = rest if len(rest) == 2 else ({}, None)
+        if torch.compiler.is_compiling() or self.is_over or threading.current_thread() is not threading.main_thread():
+            return
+        self._depth.n = depth = max(0, getattr(self._depth, "n", 0) - 1)
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or not self._open:
+            return
+        call = self._open[-1]
+        if isinstance(module, nn.Embedding) and depth and args and isinstance(args[0], Tensor):
+            name = next((name for name, each in call.module.named_modules() if each is module), "")
+            call.tokens.setdefault(name, args[0].detach().clone())
+        if depth or call.module is not module or output is None:
+            return
+        self._keep_inputs(call, args, kwargs)
+        tensors = [each for each in tensors_in(output) if each.is_floating_point()]
+        call.output_shapes = [tuple(each.shape) for each in tensors]
+        for i, tensor in enumerate(tensors[:_MOST_OUTPUTS]):
+            if tensor.grad_fn is not None:
+                self._follow(call, i, tensor)
+        if self.n_done < _N_TAPED and self._tape is None and not _get_current_function_mode_stack():
+            self._tape = Tape()
+            self._tape.__enter__()
+        if self._tape is not None:
+            self._tape.add_outputs(call, output)
+
+    def _keep_inputs(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Keep copies of the inputs while they are small."""
+        size = sum(t.numel() * t.element_size() for t in tensors_in([args, kwargs]))
+        if self._n_bytes + size <= _MOST_BYTES:
+            self._n_bytes += size
+            call.args, call.kwargs = _copied(args), _copied(kwargs)
+            call.is_kept = True
+
+    def _follow(self, call: Call, i: int, tensor: Tensor) -> None:
+        """Read labels from the gradient that arrives at an output."""
+        # Held until the gradient arrives; the loop may have released its own reference by then.
+        held = [tensor.detach()]
+        node, place = tensor.grad_fn, tensor.output_nr
+        assert node is not None
+        is_loss = not tensor.ndim
+        if is_loss:
+            call.loss = float(tensor.detach())
+
+        def arrive(gradients: tuple[Tensor | None, ...]) -> None:
+            gradient = gradients[place] if place < len(gradients) else None
+            call.reached = True
+            if gradient is None or is_loss or i in call.labels or not held:
+                return
+            logits = held.pop()
+            with contextlib.suppress(Exception):  # outputs may be of any kind, and an observation never ends a training
+                if (found := read_labels(logits, gradient.detach())) is not None:
+                    call.labels[i] = found
+
+        node.register_prehook(arrive)
+
+    # Backward passes
+
+    def _backward(self, own: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if self.is_over or threading.current_thread() is not threading.main_thread():
+            own(tensors, *args, **kwargs)
+            return
+        tape, self._tape = self._tape, None
+        roots = [tensors] if isinstance(tensors, Tensor) else [*tensors]
+        root = roots[0] if len(roots) == 1 and isinstance(roots[0], Tensor) and roots[0].numel() == 1 else None
+        if tape is not None:
+            tape.close(root)
+        self._find_parameters()
+        before, line = self._norms(), line_of_script()
+        own(tensors, *args, **kwargs)
+        calls = [call for call in self._open if call.reached]
+        self._open = [call for call in self._open if not call.reached]
+        self.calls += calls
+        loss = float("nan") if root is None else float(root.detach())
+        scale = next((a.numbers["scale"] for a in reversed(self.acts) if a.kind == "scaler scale"), 1.0)
+        self.passes.append(Backward(self.n_done, calls, loss, scale, before, self._norms(), tape, line))
+
+    def _close_tape(self) -> None:
+        if self._tape is not None:
+            self._tape.close(None)
+            self._tape = None
+
+    def _find_parameters(self) -> None:
+        """Note the parameters of modules that are called, and of optimizers."""
+        for call in self._open:
+            module = bare(call.module)
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and id(parameter) not in self.parameters:
+                    self.parameters[id(parameter)] = (name, parameter)
+
+    def _norms(self) -> np.ndarray:
+        """Return the norm of the gradient of each parameter; NaN without one."""
+        found = np.full(len(self.parameters), np.nan)
+        held = [(i, p.grad) for i, (_, p) in enumerate(self.parameters.values()) if p.grad is not None]
+        dense = [(i, local_part(g.detach())) for i, g in held if not g.is_sparse]
+        if dense:
+            norms = torch._foreach_norm([g.float() if g.element_size() < 4 else g for _, g in dense])
+            found[[i for i, _ in dense]] = torch.stack([n.cpu() for n in norms]).double().numpy()
+        return found
+
+    # Updates
+
+    def _before_step(self, of: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.is_over:
+            return None
+        return acting_on_gradients(of, args, kwargs, lambda loss: self._note_update(of))
+
+    def _note_update(self, of: Any) -> None:
+        if not any(each is of for each in self.optimizers):
+            self.optimizers.append(of)
+        if id(of) in self._stepped:  # another update begins
+            self._end_update()
+        rates = [float(group.get("lr", float("nan"))) for group in of.param_groups]
+        held = [p for group in of.param_groups for p in group["params"]]
+        versions = [p._version for p in held]
+        for p in held:
+            if id(p) not in self.parameters:
+                self.parameters[id(p)] = (f"an optimized tensor of shape {tuple(p.shape)}", p)
+        copies = self._copies(of)
+        update = Update(self.n_done, of, rates, self._norms(), (versions, []), copies, line_of_script())
+        self.updates.append(update)
+
+    def _copies(self, of: Any) -> list[Copy]:
+        """Copy some parameters of an optimizer, evenly spaced, with gradients and states."""
+        held = [(p, g) for g in of.param_groups for p in g["params"] if p.numel() <= _MOST_SAMPLED]
+        chosen = held[:: max(1, len(held) // _N_SAMPLED)][:_N_SAMPLED]
+        states = getattr(of, "state", {})
+        return [
+            Copy(
+                p,
+                p.detach().clone(),
+                None if p.grad is None else p.grad.detach().clone(),
+                copy.deepcopy(dict(states[p])) if p in states else {},
+                {name: value for name, value in group.items() if name != "params"},
+            )
+            for p, group in chosen
+        ]
+
+    def _after_step(self, of: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.is_over or not self.updates or self.updates[-1].optimizer is not of:
+            return
+        update = self.updates[-1]
+        held = [p for group in of.param_groups for p in group["params"]]
+        update.versions = (update.versions[0], [p._version for p in held])
+        for each in update.copies:
+            each.after = each.parameter.detach().clone()
+        for earlier in self.updates[:-3]:
+            earlier.copies = []
+        self._stepped.add(id(of))
+        if len(self._stepped) >= len(self.optimizers):
+            self._end_update()
+
+    def _end_update(self) -> None:
+        self._stepped.clear()
+        self.n_done += 1
+
+    # Other acts
+
+    def _clip(self, own: Callable[..., Any], parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = args[0] if args and own.__name__ == "_clip_grads_with_norm_" else None
+        numbers = {"limit": float(limit), "norm": float("nan") if norm is None else float(norm)}
+        self._note("clip", [id(p) for p in parameters], numbers)
+        return own(parameters, limit, *args, **kwargs)
+
+    def _noted(self, kind: str) -> Callable[..., Any]:
+        def call(own: Callable[..., Any], of: Any, *args: Any, **kwargs: Any) -> Any:
+            result = own(of, *args, **kwargs)
+            scale = getattr(of, "_scale", None)
+            self._note(kind, of, {} if scale is None else {"scale": float(scale)})
+            return result
+
+        return call
+
+    def _note(self, kind: str, of: Any, numbers: dict[str, float]) -> None:
+        if not self.is_over:
+            self.acts.append(Act(kind, self.n_done, len(self.passes), line_of_script(), of, numbers))
+
+
+def _copied(value: Any) -> Any:
+    """Return nested containers with copies of their tensors."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is dict or type(value).__name__ in ("BatchEncoding", "OrderedDict"):
+        return {name: _copied(each) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_copied(each) for each in value)
+    return value
+
+
+def frames_of_script(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """Yield the running functions that belong neither to Python nor to an installed package, from the inside out."""
+    frame = frame or sys._getframe()
+    while frame is not None:
+        if not is_library(frame.f_globals.get("__name__", "")):
+            yield frame
+        frame = frame.f_back
+
+
+def line_of_script() -> str:
+    """Return file and line of the innermost running function that belongs to no package; empty if there is none."""
+    frame = next(frames_of_script(), None)
+    return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def count_of(values: Sequence[Any], kind: str) -> int:
+    """Return how many acts are of a kind."""
+    return sum(each.kind == kind for each in values)

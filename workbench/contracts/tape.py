@@ -1,0 +1,122 @@
+"""Record of the operations between the outputs of a model and its loss, with which the loss is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from workbench.models.losses import tensors_in
+
+#: Most operations of a record; a longer one is given up.
+_MOST = 4096
+
+
+class _Place:
+    """Place of a tensor that an operation of the record has computed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Tape(TorchFunctionMode):
+    """Records functions of torch from the end of a forward pass to the backward pass.
+
+    Attributes:
+        calls: Calls of modules whose outputs the operations use.
+        operations: Each function with its arguments, in which tensors computed earlier are replaced by their places.
+        is_complete: Whether the loss follows from the outputs by the operations alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self.operations: list[tuple[Any, Any, Any, list[int]]] = []
+        self.is_complete = False
+        self._places: dict[int, int] = {}
+        self._of_calls: list[list[int]] = []
+        self._held: list[Tensor] = []  # so that no address is used twice
+        self._root = -1
+        self._n = 0
+
+    def add_outputs(self, call: Any, output: Any) -> None:
+        """Note the outputs of a call as inputs of the operations."""
+        self.calls.append(call)
+        self._of_calls.append([self._note(tensor) for tensor in tensors_in(output)])
+
+    def _note(self, tensor: Tensor) -> int:
+        self._held.append(tensor)
+        self._places[id(tensor)] = number = self._n
+        self._n += 1
+        return number
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, and record it."""
+        kwargs = kwargs or {}
+        given = None if len(self.operations) >= _MOST else (self._placed(args), self._placed(kwargs))
+        result = func(*args, **kwargs)
+        if given is not None:
+            made = [result] if isinstance(result, Tensor) else [*tensors_in(result)]
+            if made:
+                self.operations.append((func, *given, [self._note(each) for each in made]))
+        return result
+
+    def _placed(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            place = self._places.get(id(value))
+            return value if place is None else _Place(place)
+        if isinstance(value, Mapping):
+            return {name: self._placed(each) for name, each in value.items()}
+        return type(value)(self._placed(each) for each in value) if type(value) in (tuple, list) else value
+
+    def close(self, root: Tensor | None) -> None:
+        """End the record at the loss, and release the graph."""
+        stack = _get_current_function_mode_stack()
+        if stack and stack[-1] is self:
+            self.__exit__(None, None, None)
+        if root is not None and id(root) in self._places and len(self.operations) < _MOST:
+            self._root, self.is_complete = self._places[id(root)], True
+        self._held.clear()
+        self._places.clear()
+        if not self.is_complete:
+            self.operations.clear()
+
+    @property
+    def functions(self) -> list[str]:
+        """Names of the recorded functions that the loss needs, in their order."""
+        needed, found = {self._root}, []
+        for func, args, kwargs, made in reversed(self.operations):
+            if needed & {*made}:
+                found.append(getattr(func, "__name__", str(func)))
+                needed |= {place.number for place in _places_in((args, kwargs))}
+        return found[::-1]
+
+    def loss(self, outputs: list[Any]) -> Tensor:
+        """Return the loss of new outputs of the same calls."""
+        values: dict[int, Tensor] = {}
+        for numbers, output in zip(self._of_calls, outputs, strict=True):
+            values |= dict(zip(numbers, tensors_in(output), strict=True))
+
+        def real(value: Any) -> Any:
+            if isinstance(value, _Place):
+                return values[value.number]
+            if isinstance(value, Tensor):
+                return value.detach() if value.grad_fn is not None else value
+            if isinstance(value, Mapping):
+                return {name: real(each) for name, each in value.items()}
+            return type(value)(real(each) for each in value) if type(value) in (tuple, list) else value
+
+        for func, args, kwargs, made in self.operations if self._root not in values else ():
+            result = func(*real(args), **real(kwargs))
+            new = [result] if isinstance(result, Tensor) else [*tensors_in(result)]
+            values |= dict(zip(made, new, strict=True))
+        return values[self._root]
+
+
+def _places_in(value: Any) -> list[_Place]:
+    if isinstance(value, _Place):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if type(value) in (tuple, list) else ()
+    return [place for part in parts for place in _places_in(part)]

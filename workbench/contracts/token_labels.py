@@ -1,0 +1,101 @@
+"""Labels and weights of tokens in a cross entropy, read from the gradient of its logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Label of positions that do not count, by the convention of PyTorch.
+IGNORED = -100
+#: Most logits of which labels are read; of more, the first examples.
+_MOST = 1 << 26
+#: A gradient is that of a cross entropy if a line through the probabilities explains it up to this fraction.
+_MAX_RESIDUAL = 0.02
+
+
+@dataclass(frozen=True)
+class TokenLabels:
+    """What the gradient of logits says about a cross entropy.
+
+    Attributes:
+        labels: Class that the loss wants at each position, -100 where the position does not count; shape (...).
+        weights: Factor of each position's loss in the differentiated loss, shape (...); unit 1.
+        losses: Cross entropy at each position, in nats, shape (...); NaN where the position does not count.
+        n_classes: Number of classes.
+        is_cross_entropy: Whether the gradient is that of a cross entropy with one label for each position.
+        smoothing: Label smoothing.
+    """
+
+    labels: Tensor
+    weights: Tensor
+    losses: Tensor
+    n_classes: int
+    is_cross_entropy: bool
+    smoothing: float
+
+    @property
+    def counts(self) -> Tensor:
+        """Whether each position counts, shape (...)."""
+        return self.labels != IGNORED
+
+
+@torch.no_grad()
+def read_labels(logits: Tensor, gradient: Tensor) -> TokenLabels | None:
+    """Return labels and weights of a cross entropy.
+
+    The gradient of a position with the weight w, probabilities p, label y and smoothing e is
+    w (p - (1 - e) 1[c = y] - e / V): a line in p, off which only the label lies. Slope and offset of the line are those
+    of two other classes.
+
+    Args:
+        logits: Shape (..., class).
+        gradient: Derivative of the differentiated loss by the logits, in the same shape.
+
+    Returns:
+        Labels and weights; None if there are fewer than two classes, or the output is no tensor of logits.
+    """
+    if logits.ndim < 2 or logits.shape[-1] < 2 or not logits.numel():
+        return None
+    n = max(1, _MOST // max(1, logits[0].numel()))
+    z, g = logits[:n].double(), gradient[:n].double()
+    p, n_classes = z.softmax(-1), z.shape[-1]
+    size = g.abs().amax(-1)
+    counts = size > 0
+    if n_classes == 2:  # one other class: the offset of the line is taken as 0
+        label = g.argmin(-1)
+        at = p.gather(-1, label[..., None])[..., 0]
+        weight = -g.gather(-1, label[..., None])[..., 0] / (1 - at).clamp_min(1e-12)
+        fits = (g.sum(-1).abs() <= _MAX_RESIDUAL * size) | ~counts
+        smoothing = 0.0
+    else:
+        label = g.argmin(-1)
+        others = torch.ones_like(p, dtype=torch.bool).scatter_(-1, label[..., None], value=False)
+        # Least squares over the other classes; if their probabilities are equal, the line is flat.
+        n_others = n_classes - 1
+        mean_p = p.where(others, 0.0).sum(-1, keepdim=True) / n_others
+        mean_g = g.where(others, 0.0).sum(-1, keepdim=True) / n_others
+        dp = (p - mean_p).where(others, 0.0)
+        variance = dp.square().sum(-1, keepdim=True)
+        slope = (dp * (g - mean_g)).sum(-1, keepdim=True) / variance.clamp_min(1e-300)
+        slope = slope.where(variance > 1e-24, mean_g / mean_p.clamp_min(1e-300))
+        line = mean_g + slope * (p - mean_p)
+        residual = (g - line).where(others, 0.0).abs().amax(-1)
+        weight = (line - g).gather(-1, label[..., None])[..., 0]
+        offset = (mean_g - slope * mean_p)[..., 0]
+        share = (-offset * n_classes / slope[..., 0].where(slope[..., 0] != 0, 1.0)).where(counts, 0.0)
+        smoothing = float(share[counts].median()) if counts.any() else 0.0
+        smoothing = smoothing if 0.005 < smoothing < 0.9 else 0.0
+        fits = ((residual <= _MAX_RESIDUAL * size) & (weight > 0)) | ~counts
+        weight = weight / (1 - smoothing)
+    is_ce = bool(counts.any()) and bool(fits.double().mean() > 0.99)
+    loss = -z.log_softmax(-1).gather(-1, label[..., None])[..., 0]
+    return TokenLabels(
+        label.where(counts, IGNORED).cpu(),
+        weight.where(counts, 0.0).cpu(),
+        loss.where(counts, torch.nan).cpu(),
+        n_classes,
+        is_ce,
+        smoothing,
+    )
