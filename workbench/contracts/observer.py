@@ -137,7 +137,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Act:
-    """Another act of the loop, with its numbers: ``clip``, ``schedule``, ``scaler scale``, ``unscale`` or ``update``."""
+    """Another act of the loop: ``clip``, ``schedule``, ``scaler scale``, ``scaler unscale`` or ``scaler update``."""
 
     kind: str
     update: int
