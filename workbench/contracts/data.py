@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 
 import torch
 from torch import Tensor
@@ -48,23 +50,27 @@ def labels_aligned(lab: Lab) -> Result:
     """Which token is the label of each output?
 
     The gradient of the logits at a position is negative at its label alone. In a model of the next token that label is
-    the id that the embedding received one position later.
+    the id that the embedding received one position later. Where the loss compares with a tensor of labels of the shape
+    (batch, token), it is also compared with that tensor in place.
     """
+    where = f"the loss ({lab.seen.passes[0].line})"
+    if (mixed := _mixed(lab, where)) is not None:
+        return mixed
     if lab.labels.labels.ndim != 2:
         return not_applicable("The loss has one label for each example.")
     shift, found = shift_of_labels(lab)
     if shift == 1:
         return passed(f"The label at {fine_percent(found[1])} of the positions is the next token.")
-    if shift is None:
+    # Of tokens that are masked at random, some are kept as they are.
+    copies = found[0] >= 0.5 and lab.labels.n_classes >= _n_ids(lab)
+    if shift is None and not copies:
         return not_applicable("The labels are no tokens of the input at a fixed distance.")
-    lines = {each.line for each in lab.seen.passes[:1]}
-    where = f"labels of the loss ({', '.join(lines)})" if any(lines) else "labels of the loss"
-    if shift == 0:
-        change = "shift the labels by one position: compare logits[:, :-1] with tokens[:, 1:]"
-        words = "the token that the model reads at the same position"
+    if shift == 0 or copies:
+        change = "shift the labels by one position (logits[:, :-1] with tokens[:, 1:]), or ignore tokens that are shown"
+        words, shift = "the token that the model reads at the same position", 0
     else:
-        n = abs(shift - 1)
-        side = "ahead" if shift > 1 else "back"
+        assert shift is not None
+        n, side = abs(shift - 1), "ahead" if shift > 1 else "back"
         change = f"shift the labels once: they are {n} position{'s' * (n > 1)} too far {side}"
         words = f"the token {abs(shift)} positions {'later' if shift > 0 else 'before'}"
     nexts = f"; the next token is the label at {fine_percent(found[1])}"
@@ -73,6 +79,53 @@ def labels_aligned(lab: Lab) -> Result:
         where=where,
         remedy=f"{change}.",
     )
+
+
+def _n_ids(lab: Lab) -> int:
+    return int(lab.tokens.max()) + 1
+
+
+#: Functions that only move numbers.
+_MOVES = (
+    "view", "reshape", "flatten", "transpose", "permute", "__getitem__", "contiguous", "float", "to", "squeeze", "dim",
+    "unsqueeze", "mT", "T", "movedim", "swapaxes", "t", "type_as", "__get__", "detach", "size",
+)  # fmt: skip
+
+
+def _mixed(lab: Lab, where: str) -> Result | None:
+    """Return a failure if classes, positions or examples are mixed between logits and labels."""
+    of = next((each for each in lab.seen.passes if each.tape is not None and each.tape.is_complete), None)
+    if of is None or of.tape is None or len(of.tape.calls) != 1:
+        return None
+    call, names = of.tape.calls[0], of.tape.functions
+    if "cross_entropy" in names and all(name in _MOVES for name in names[: names.index("cross_entropy")]):
+        axes = call.class_axes
+        if axes and not any(axes.values()):
+            return failed(
+                "The loss is a cross entropy of the logits alone, but their gradient sums to 0 over none of their "
+                "axes: classes and positions are mixed.",
+                where=where,
+                remedy="move the axis of classes by transpose or permute, not by reshape or view.",
+            )
+    found = call.token_labels
+    if found is None or found.labels.ndim != 2:
+        return None
+    counts = found.counts
+    for given in of.tape.targets:
+        if given.shape != found.labels.shape or min(given.shape) < 2:
+            continue
+        given = given.cpu()
+        n, length = given.shape
+        here = float((found.labels == given)[counts].double().mean())
+        there = float((found.labels == given.flatten().view(length, n).mT)[counts].double().mean())
+        if there >= _NEARLY_ALL and here < 0.9:
+            return failed(
+                f"The label of {fine_percent(there)} of the outputs belongs to another example and position, as if "
+                f"logits or labels were transposed; {fine_percent(here)} have their own.",
+                where=where,
+                remedy="flatten logits and labels in the same order.",
+            )
+    return None
 
 
 @contract("labels_present")
@@ -167,14 +220,18 @@ def padding_id(lab: Lab, tokens: Tensor) -> tuple[int | None, str]:
 def padding_mask(lab: Lab) -> tuple[Tensor, str]:
     """Return where the first call is padding, shape (batch, token), and how it is known; all False without padding."""
     tokens = lab.tokens.cpu()
-    mask = lab.call.kwargs.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape == tokens.shape:
-        return (mask == 0).cpu(), "attention_mask"
+    mask = next((m for name, m in lab.call.kwargs.items() if name == "attention_mask" and isinstance(m, Tensor)), None)
+    by_mask = mask is not None and mask.ndim == 2 and mask.shape == tokens.shape
+    found = (mask == 0).cpu() if mask is not None and by_mask else torch.zeros_like(tokens, dtype=torch.bool)
+    if found.any():
+        return found, "attention_mask"
     value, how = padding_id(lab, tokens)
     if value is None:
-        return torch.zeros_like(tokens, dtype=torch.bool), ""
+        return found, ""
     right = (tokens.flip(1) == value).long().cumprod(1).flip(1).bool()
     left = (tokens == value).long().cumprod(1).bool()
+    if how == "pad_token_id":  # the first one may be the end of the sequence
+        right = right & right.roll(1, 1)
     return right | left, how
 
 
@@ -191,7 +248,7 @@ def padding_ignored(lab: Lab) -> Result:
         return not_applicable("The batch has no padding.")
     shift, _ = shift_of_labels(lab)
     counts = lab.labels.counts
-    if shift == 1 or shift is None:
+    if shift == 1 or (shift is None and lab.labels.n_classes >= _n_ids(lab)):
         # The label of a position is the next token.
         of_padding = torch.zeros_like(is_padding)
         of_padding[:, :-1] = is_padding[:, 1:] & is_padding[:, :-1]
@@ -218,43 +275,61 @@ def _mean(lab: Lab, which: Tensor | None) -> float:
 
 @contract("batches_differ")
 def batches_differ(lab: Lab) -> Result:
-    """Do different batches hold different examples, and different ids?"""
-    seen: dict[bytes, list[int]] = {}
-    n = 0
+    """Do different batches hold different examples, and different ids?
+
+    The same examples may come again in the next epoch, and random draws may meet. A failure is a batch that comes twice
+    before the others, or is one of several in a larger dataset, or ids of which nearly all are one.
+    """
+    batches: list[tuple[int, bytes]] = []
     for call in lab.calls:
         first = next((t for t in [*call.args, *call.kwargs.values()] if isinstance(t, Tensor) and t.ndim), None)
-        if first is None:
-            continue
-        for example in first.detach().cpu():
-            n += 1
-            value = example if not example.is_floating_point() else example.float()
-            seen.setdefault(value.contiguous().numpy().tobytes(), []).append(len(seen))
-    n_updates = len({call.update for call in lab.calls})
-    if n_updates < 2 or n < 4:
+        if first is not None:
+            value = first.detach().cpu()
+            value = value.float() if value.is_floating_point() else value
+            batches.append((call.update, b"".join(sorted(each.contiguous().numpy().tobytes() for each in value))))
+    n_updates = len({update for update, _ in batches})
+    if n_updates < 2:
         raise NotTestedError("fewer than two batches were kept")
     ids = None
     with contextlib.suppress(NotTestedError):
         ids = torch.cat([lab.tokens_of(call).flatten().cpu() for call in lab.calls])
     if ids is not None and len(ids) >= 4 * _LEAST:
-        value, counts = ids.unique(return_counts=True)
+        values, counts = ids.unique(return_counts=True)
         share = float(counts.max()) / len(ids)
         if share > 0.9:
             return failed(
-                f"{fine_percent(share)} of {len(ids):,} ids are {int(value[counts.argmax()])}.",
+                f"{fine_percent(share)} of {len(ids):,} ids are {int(values[counts.argmax()])}.",
                 where="ids of the batches",
                 remedy="look at the decoded tokens; the vocabulary of the tokenizer may not fit the text.",
             )
-    repeats = n - len(seen)
-    if len(seen) == 1 or (n_updates >= 3 and len(seen) <= n / n_updates):
+    different = len({content for _, content in batches})
+    size = _size_of_dataset()
+    if different == 1:
+        held = lab.call
+        n = len(next(t for t in [*held.args, *held.kwargs.values()] if isinstance(t, Tensor) and t.ndim))
+        if size is not None and size > n:
+            return failed(
+                f"All {n_updates} updates have the same {n} of {size} examples.",
+                where="the data loader",
+                remedy="draw a new batch for each update.",
+            )
+        raise NotTestedError(f"all {n_updates} updates have the same {n} examples; are these all the data")
+    pairs = [(a, b) for a, b in itertools.pairwise(batches) if a[0] != b[0]]
+    repeats = sum(a[1] == b[1] for a, b in pairs)
+    if repeats >= 2 and 3 * repeats >= len(pairs):
         return failed(
-            f"{n_updates} updates have the same {len(seen)} examples.",
+            f"In {repeats} of {len(pairs)} cases a batch comes twice in a row.",
             where="the data loader",
-            remedy="draw a new batch for each update.",
+            remedy="give each worker its own part of the data, by get_worker_info() in an IterableDataset.",
         )
-    if repeats and repeats >= 0.4 * n and n_updates >= 2:
-        return failed(
-            f"{repeats} of {n} examples have been seen before, within {n_updates} updates.",
-            where="the data loader",
-            remedy="give each worker and each rank its own part of the data.",
-        )
-    return passed(f"{len(seen)} of {n} examples in {n_updates} updates are different.")
+    return passed(f"{different} of {len(batches)} batches in {n_updates} updates are different.")
+
+
+def _size_of_dataset() -> int | None:
+    """Return the largest number of examples of a dataset in memory that a loader reads; None without."""
+    sizes = []
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.utils.data.DataLoader):
+            with contextlib.suppress(Exception):
+                sizes.append(len(each.dataset))
+    return max(sizes, default=None)

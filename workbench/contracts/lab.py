@@ -21,6 +21,8 @@ from workbench.models.probing import undisturbed
 
 #: Most forward passes of all experiments on one training, each counted as one pass of the user's batch.
 MOST_PASSES = 25
+#: Words in the names of arguments that are labels, masks or positions, and no inputs.
+_TARGETS = ("label", "target", "mask", "position", "type", "segment")
 
 
 class NotTestedError(Exception):
@@ -80,8 +82,20 @@ class Lab:
             for name, ids in call.tokens.items()
             if ids.ndim == 2 and (shape is None or len(shape) != 2 or tuple(ids.shape) == shape)
         ]
+        if not fitting:  # compiled modules show no embeddings
+            named = [*enumerate(call.args), *call.kwargs.items()]
+            fitting = [
+                ("", value)
+                for name, value in named
+                if isinstance(value, Tensor)
+                and value.dtype in (torch.int64, torch.int32)
+                and tuple(value.shape) == shape
+                and not any(word in str(name) for word in _TARGETS)
+            ][:1]
         if not fitting:
             raise NotTestedError("the model receives no ids of shape (batch, token) at the positions of its loss")
+        if len(fitting) == 1:
+            return fitting[0][1]
         names = {bare_name(name): name for name in sizes}
         return max(fitting, key=lambda each: sizes[names.get(bare_name(each[0]), next(iter(sizes)))].num_embeddings)[1]
 
@@ -160,7 +174,7 @@ class Lab:
 
         def change(value: Any, name: str = "") -> Any:
             nonlocal found
-            if isinstance(value, Tensor) and value.shape == old.shape and "label" not in name and "target" not in name:
+            if isinstance(value, Tensor) and value.shape == old.shape and not any(word in name for word in _TARGETS):
                 if value is old or (not found and not value.is_floating_point() and torch.equal(value, old)):
                     found += 1
                     return new.to(value.dtype)

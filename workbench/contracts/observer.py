@@ -50,8 +50,10 @@ class Call:
         in_eval: Modules that were in eval mode.
         tokens: Ids that each embedding received, by the path of the embedding in the module.
         labels: What the gradients of its outputs say about labels, by number of the output.
+        class_axes: Axes of each output over which its gradient sums to 0, as that of a cross entropy over its classes.
         output_shapes: Shape of each floating-point tensor in the output.
         loss: A loss in the output; None without.
+        line: Line of the script that made the call.
         reached: Whether a backward pass reached the output.
     """
 
@@ -62,9 +64,11 @@ class Call:
     rng: Tensor
     autocast: torch.dtype | None
     in_eval: frozenset[nn.Module]
+    line: str = ""
     is_kept: bool = False
     tokens: dict[str, Tensor] = field(default_factory=dict)
     labels: dict[int, TokenLabels] = field(default_factory=dict)
+    class_axes: dict[int, list[int]] = field(default_factory=dict)
     output_shapes: list[tuple[int, ...]] = field(default_factory=list)
     loss: float | None = None
     reached: bool = False
@@ -267,7 +271,7 @@ class Observer:
         kind = next(module.parameters()).device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         in_eval = frozenset(each for each in module.modules() if not each.training)
-        self._open.append(Call(module, (), {}, self.n_done, torch.get_rng_state(), dtype, in_eval))
+        self._open.append(Call(module, (), {}, self.n_done, torch.get_rng_state(), dtype, in_eval, line_of_script()))
 
     def finish(self) -> None:
         """Make the experiments, once."""
@@ -325,9 +329,12 @@ class Observer:
             call.reached = True
             if gradient is None or is_loss or i in call.labels or not held:
                 return
-            logits = held.pop()
+            logits, gradient = held.pop(), gradient.detach()
+            call.class_axes[i] = axes = _axes_that_sum_to_zero(gradient)
+            if axes and gradient.ndim - 1 not in axes:  # such as (batch, class, token)
+                logits, gradient = logits.movedim(axes[0], -1), gradient.movedim(axes[0], -1)
             with contextlib.suppress(Exception):  # outputs may be of any kind, and an observation never ends a training
-                if (found := read_labels(logits, gradient.detach())) is not None:
+                if (found := read_labels(logits, gradient)) is not None:
                     call.labels[i] = found
 
         node.register_prehook(arrive)
@@ -453,6 +460,13 @@ class Observer:
     def _note(self, kind: str, of: Any, numbers: dict[str, float]) -> None:
         if not self.is_over:
             self.acts.append(Act(kind, self.n_done, len(self.passes), line_of_script(), of, numbers))
+
+
+def _axes_that_sum_to_zero(gradient: Tensor) -> list[int]:
+    """Return the axes, but that of the batch, over which a gradient sums to 0 up to rounding."""
+    g = gradient.double()
+    sums = [(axis, g.sum(axis).abs().amax(), g.abs().sum(axis).amax()) for axis in range(1, g.ndim)]
+    return [axis for axis, total, size in sums if float(total) <= 1e-3 * float(size)]
 
 
 def _copied(value: Any) -> Any:

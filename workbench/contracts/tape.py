@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -86,10 +87,20 @@ class Tape(TorchFunctionMode):
     @property
     def functions(self) -> list[str]:
         """Names of the recorded functions that the loss needs, in their order."""
+        return [getattr(func, "__name__", str(func)) for func, *_ in self._needed()]
+
+    @property
+    def targets(self) -> list[Tensor]:
+        """Integer tensors from outside of the model that the loss needs."""
+        found = [t for _, args, kwargs, _ in self._needed() for t in tensors_in([args, kwargs])]
+        return [*{id(t): t for t in found if t.dtype in (torch.int64, torch.int32) and t.ndim}.values()]
+
+    def _needed(self) -> list[tuple[Any, Any, Any, list[int]]]:
         needed, found = {self._root}, []
-        for func, args, kwargs, made in reversed(self.operations):
+        for operation in reversed(self.operations):
+            _, args, kwargs, made = operation
             if needed & {*made}:
-                found.append(getattr(func, "__name__", str(func)))
+                found.append(operation)
                 needed |= {place.number for place in _places_in((args, kwargs))}
         return found[::-1]
 

@@ -13,6 +13,8 @@ IGNORED = -100
 _MOST = 1 << 26
 #: A gradient is that of a cross entropy if a line through the probabilities explains it up to this fraction.
 _MAX_RESIDUAL = 0.02
+#: Least share of positions with such a gradient.
+_LEAST_FITTING = 0.99
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class TokenLabels:
 
     Attributes:
         labels: Class that the loss wants at each position, -100 where the position does not count; shape (...).
-        weights: Factor of each position's loss in the differentiated loss, shape (...); unit 1.
+        weights: Factor of each position's loss in the differentiated loss, shape (...); unit 1. In a policy gradient
+            they may be negative.
         losses: Cross entropy at each position, in nats, shape (...); NaN where the position does not count.
         n_classes: Number of classes.
         is_cross_entropy: Whether the gradient is that of a cross entropy with one label for each position.
@@ -63,39 +66,43 @@ def read_labels(logits: Tensor, gradient: Tensor) -> TokenLabels | None:
     p, n_classes = z.softmax(-1), z.shape[-1]
     size = g.abs().amax(-1)
     counts = size > 0
-    if n_classes == 2:  # one other class: the offset of the line is taken as 0
-        label = g.argmin(-1)
-        at = p.gather(-1, label[..., None])[..., 0]
-        weight = -g.gather(-1, label[..., None])[..., 0] / (1 - at).clamp_min(1e-12)
-        fits = (g.sum(-1).abs() <= _MAX_RESIDUAL * size) | ~counts
-        smoothing = 0.0
-    else:
-        label = g.argmin(-1)
-        others = torch.ones_like(p, dtype=torch.bool).scatter_(-1, label[..., None], value=False)
-        # Least squares over the other classes; if their probabilities are equal, the line is flat.
-        n_others = n_classes - 1
-        mean_p = p.where(others, 0.0).sum(-1, keepdim=True) / n_others
-        mean_g = g.where(others, 0.0).sum(-1, keepdim=True) / n_others
-        dp = (p - mean_p).where(others, 0.0)
-        variance = dp.square().sum(-1, keepdim=True)
-        slope = (dp * (g - mean_g)).sum(-1, keepdim=True) / variance.clamp_min(1e-300)
-        slope = slope.where(variance > 1e-24, mean_g / mean_p.clamp_min(1e-300))
-        line = mean_g + slope * (p - mean_p)
-        residual = (g - line).where(others, 0.0).abs().amax(-1)
-        weight = (line - g).gather(-1, label[..., None])[..., 0]
-        offset = (mean_g - slope * mean_p)[..., 0]
-        share = (-offset * n_classes / slope[..., 0].where(slope[..., 0] != 0, 1.0)).where(counts, 0.0)
-        smoothing = float(share[counts].median()) if counts.any() else 0.0
-        smoothing = smoothing if 0.005 < smoothing < 0.9 else 0.0
-        fits = ((residual <= _MAX_RESIDUAL * size) & (weight > 0)) | ~counts
-        weight = weight / (1 - smoothing)
-    is_ce = bool(counts.any()) and bool(fits.double().mean() > 0.99)
+    # Of a policy gradient some weights are negative, and the label has the largest derivative.
+    label, weight, residual, share = _line(p, g, g.argmin(-1))
+    if n_classes > 2:
+        others = _line(p, g, g.argmax(-1))
+        is_negative = others[2] < 0.1 * residual
+        label, weight, residual, share = (
+            torch.where(is_negative, b, a) for a, b in zip((label, weight, residual, share), others, strict=True)
+        )
+    fits = (residual <= _MAX_RESIDUAL * size) | ~counts
+    smoothing = float(share[counts].median()) if counts.any() else 0.0
+    smoothing = smoothing if 0.005 < smoothing < 0.9 else 0.0
     loss = -z.log_softmax(-1).gather(-1, label[..., None])[..., 0]
     return TokenLabels(
         label.where(counts, IGNORED).cpu(),
-        weight.where(counts, 0.0).cpu(),
+        (weight / (1 - smoothing)).where(counts, 0.0).cpu(),
         loss.where(counts, torch.nan).cpu(),
         n_classes,
-        is_ce,
+        bool(counts.any()) and bool(fits[counts].double().mean() > _LEAST_FITTING),
         smoothing,
     )
+
+
+def _line(p: Tensor, g: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the label, the weight, the largest distance of another class from the line, and the smoothing."""
+    n_classes = p.shape[-1]
+    at_p, at_g = (each.gather(-1, label[..., None])[..., 0] for each in (p, g))
+    if n_classes == 2:  # there is one other class: the offset of the line is taken as 0
+        return label, -at_g / (1 - at_p).clamp_min(1e-12), g.sum(-1).abs(), torch.zeros_like(at_p)
+    others = torch.ones_like(p, dtype=torch.bool).scatter_(-1, label[..., None], value=False)
+    # Least squares over the other classes; if their probabilities are equal, the line goes through 0.
+    mean_p, mean_g = (each.where(others, 0.0).sum(-1, keepdim=True) / (n_classes - 1) for each in (p, g))
+    dp = (p - mean_p).where(others, 0.0)
+    variance = dp.square().sum(-1, keepdim=True)
+    slope = (dp * (g - mean_g)).sum(-1, keepdim=True) / variance.clamp_min(1e-300)
+    slope = slope.where(variance > 1e-24, mean_g / mean_p.clamp_min(1e-300))
+    line = mean_g + slope * (p - mean_p)
+    residual = (g - line).where(others, 0.0).abs().amax(-1)
+    weight = line.gather(-1, label[..., None])[..., 0] - at_g
+    slope, offset = slope[..., 0], (mean_g - slope * mean_p)[..., 0]
+    return label, weight, residual, -offset * n_classes / slope.where(slope != 0, 1.0)

@@ -1,0 +1,138 @@
+"""Judges `workbench check` on the corpus: every case is run as its author would run it, under the command.
+
+Results are kept by case in a folder, so that an interrupted run continues. ``--part locked`` is for the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+#: Most seconds of one case.
+LIMIT = 240
+
+
+def text_of(case: dict[str, Any]) -> str:
+    """Return the script of a case with its replacements."""
+    text = (HERE / case["script"]).read_text(encoding="utf-8")
+    for old, new in case.get("replace", ()):
+        assert text.count(old) == 1, (case["name"], old)
+        text = text.replace(old, new)
+    return text
+
+
+def run_case(case: dict[str, Any], updates: int) -> dict[str, Any]:
+    """Run one case under the command, and return what it reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        script, out = Path(folder, Path(case["script"]).name), Path(folder, "out.json")
+        script.write_text(text_of(case), encoding="utf-8")
+        command = [sys.executable, "-m", "workbench", "check", "--updates", str(updates), "--json", str(out), "--"]
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(
+                [*command, *case["launch"], str(script)], cwd=folder, timeout=LIMIT, capture_output=True, text=True
+            )
+            status, tail = done.returncode, (done.stdout + done.stderr)[-1500:]
+        except subprocess.TimeoutExpired:
+            status, tail = -1, "time is over"
+        report = json.loads(out.read_text()) if out.exists() else {"checks": [], "seconds": None}
+        return {
+            "status": status,
+            "wall": time.perf_counter() - start,
+            "seconds": report["seconds"],
+            "checks": report["checks"],
+            "tail": "" if report["checks"] else tail,
+        }
+
+
+def changed_lines(case: dict[str, Any]) -> range:
+    """Return the lines of the faulty script that the replacement concerns."""
+    text, old = text_of(case), (HERE / case["script"]).read_text(encoding="utf-8")
+    ours, theirs = text.splitlines(), old.splitlines()
+    first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), len(ours))
+    last = next((i for i, (a, b) in enumerate(zip(ours[::-1], theirs[::-1], strict=False)) if a != b), 0)
+    return range(first + 1 - 2, max(len(ours) - last, first + 1) + 3)
+
+
+def has_place(case: dict[str, Any], check: dict[str, Any]) -> bool:
+    """Return whether a result names the place: the parameter or module, or a line near the change."""
+    said = f"{check['where']} {check['evidence']} {check['remedy']}"
+    name = Path(case["script"]).name
+    lines = [int(line) for line in re.findall(rf"{re.escape(name)}:(\d+)", said)]
+    if any(line in changed_lines(case) for line in lines):
+        return True
+    words = [word for word in re.split(r"[\s,;()]+", case["where"]) if len(word) > 3 and word != "line"]
+    return any(word.lower() in said.lower() for word in words)
+
+
+def verdict_of(case: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return right, partly right, wrong, silent or crash for a faulty case; clean, false or crash for a sound one."""
+    failed = {check["id"] for check in found["checks"] if check["status"] == "failed"}
+    if not found["checks"]:
+        return "crash"
+    if not case["faulty"]:
+        return "false" if failed else "clean"
+    kinds = (("right", {*case["ids"]}), ("partly right", {*case["also"]}), ("wrong", failed))
+    return next((kind for kind, ids in kinds if failed & ids), "silent")
+
+
+def main() -> None:
+    """Run the cases, print one line for each, and the sums."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=("open", "locked"), default="open")
+    parser.add_argument("--folder", type=Path, default=ROOT / "artifacts" / "wiring")
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--only", nargs="*", default=[], help="names of cases or ids")
+    parser.add_argument("--kind", choices=("sound", "faulty", "all"), default="all")
+    parser.add_argument("--again", action="store_true", help="run cases again whose results are kept")
+    args = parser.parse_args()
+    names = {*json.loads((HERE / "split.json").read_text())[args.part]}
+    known = json.loads((HERE / "cases.json").read_text())
+    launch = {case["script"]: case["launch"] for case in known if not case["faulty"]}
+    cases = [{**case, "launch": launch[case["script"]]} for case in known if case["name"] in names]
+    cases = [case for case in cases if args.kind == "all" or case["faulty"] == (args.kind == "faulty")]
+    if args.only:
+        cases = [case for case in cases if {case["name"], *case.get("ids", ())} & {*args.only}]
+    args.folder.mkdir(parents=True, exist_ok=True)
+    sums, by_id, places = Counter[str](), Counter[tuple[str, str]](), 0
+    for case in cases:
+        path = args.folder / f"{case['name']}.json"
+        if args.again or not path.exists():
+            path.write_text(json.dumps(run_case(case, args.updates), indent=1))
+        found = json.loads(path.read_text())
+        verdict = verdict_of(case, found)
+        failed = [check for check in found["checks"] if check["status"] == "failed"]
+        expected = {*case.get("ids", ()), *case.get("also", ())}
+        extra = [check["id"] for check in failed if check["id"] not in expected]
+        is_placed = any(has_place(case, check) for check in failed if check["id"] in expected)
+        places += is_placed
+        sums[("faulty: " if case["faulty"] else "sound: ") + verdict] += 1
+        if case["faulty"]:
+            by_id[case["ids"][0], verdict] += 1
+            sums["faulty: with a false failure beside"] += bool(extra)
+        print(
+            f"{verdict:<12} {case['name']:<60} {found['wall']:5.1f} s  expected {','.join(case.get('ids', [])) or '-'}; "
+            f"failed {','.join(check['id'] for check in failed) or '-'}{'' if is_placed else ' (no place)'}",
+            flush=True,
+        )
+        if verdict == "crash":
+            print("   ", found["tail"][-300:].replace("\n", "\n    "))
+    for name, n in sorted(sums.items()):
+        print(f"{name}: {n}")
+    print(f"faulty: with its place: {places}")
+    for (id, verdict), n in sorted(by_id.items()):
+        print(f"  {id}: {verdict} {n}")
+
+
+if __name__ == "__main__":
+    main()
