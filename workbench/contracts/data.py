@@ -14,6 +14,7 @@ from workbench.contracts.observer import Call
 from workbench.contracts.results import Result
 from workbench.contracts.token_labels import IGNORED, TokenLabels
 from workbench.formatting import fine_percent
+from workbench.models.losses import tensors_in
 
 #: Share of the positions at which labels equal shifted inputs if they are shifted so.
 _NEARLY_ALL = 0.98
@@ -42,6 +43,9 @@ def shift_of_labels(lab: Lab) -> tuple[int | None, dict[int, float]]:
     tokens = lab.tokens.cpu()
     found = {shift: agreement(tokens, labels, shift) for shift in range(-2, 5)}
     fitting = [shift for shift, share in found.items() if share >= _NEARLY_ALL]
+    if not fitting:  # some tokens of the input may be replaced at random
+        best = max(found, key=lambda shift: found[shift] if found[shift] >= 0 else -1.0)
+        fitting = [best] if found[best] >= 0.8 and sum(share > 0.5 for share in found.values()) == 1 else []
     return (1 if 1 in fitting else fitting[0] if len(fitting) == 1 else None), found
 
 
@@ -53,7 +57,7 @@ def labels_aligned(lab: Lab) -> Result:
     the id that the embedding received one position later. Where the loss compares with a tensor of labels of the shape
     (batch, token), it is also compared with that tensor in place.
     """
-    where = f"the loss ({lab.seen.passes[0].line})"
+    where = lab.seen.line_of_loss
     if (mixed := _mixed(lab, where)) is not None:
         return mixed
     if lab.labels.labels.ndim != 2:
@@ -139,7 +143,7 @@ def labels_present(lab: Lab) -> Result:
         raise NotTestedError("the loss is no cross entropy of an output of the model, or its gradient was not seen")
     shares = torch.tensor([float(found.counts.double().mean()) for _, found in seen])
     empty = [call.update for (call, _), share in zip(seen, shares, strict=True) if share == 0]
-    where = "labels of the batches"
+    where = f"the labels of {lab.seen.line_of_loss}"
     if empty:
         return failed(
             f"{len(empty)} of {len(seen)} batches have no label that counts, the first before update {empty[0] + 1}.",
@@ -189,7 +193,7 @@ def _missing_end(lab: Lab) -> Result | None:
     if n_read >= 4 and not n_labels:
         return failed(
             f"None of {n_read} ends of a sequence (id {ends[0]}) is a label, so that the model does not learn to stop.",
-            where="labels of the batches",
+            where=f"the labels of {lab.seen.line_of_loss}",
             remedy="use another id for padding, or mask labels by the attention mask instead of by the id.",
         )
     return None
@@ -262,7 +266,7 @@ def padding_ignored(lab: Lab) -> Result:
     return failed(
         f"{n:,} of {n_counting:,} positions that count in the loss are padding ({how}), with {fine_percent(weight)} of "
         "its weight.",
-        where="labels of the loss",
+        where=f"the labels of {lab.seen.line_of_loss}",
         remedy="set the labels of padding to -100, or to the ignore_index of the loss.",
         proof=f"Without them, the loss of this batch is {_mean(lab, ~wrong):.4g} instead of {_mean(lab, None):.4g}.",
     )
@@ -304,6 +308,8 @@ def batches_differ(lab: Lab) -> Result:
             )
     different = len({content for _, content in batches})
     size = _size_of_dataset()
+    if (copies := _copies(lab, size)) is not None:
+        return copies
     if different == 1:
         held = lab.call
         n = len(next(t for t in [*held.args, *held.kwargs.values()] if isinstance(t, Tensor) and t.ndim))
@@ -323,6 +329,44 @@ def batches_differ(lab: Lab) -> Result:
             remedy="give each worker its own part of the data, by get_worker_info() in an IterableDataset.",
         )
     return passed(f"{different} of {len(batches)} batches in {n_updates} updates are different.")
+
+
+def _copies(lab: Lab, size: int | None) -> Result | None:
+    """Return a failure if a pass computes the same twice, or a large dataset has few different examples."""
+    twins = total = 0
+    for each in lab.seen.passes:
+        made = [call for call in each.calls if call.is_kept and not _is_random(call)]
+        pairs = [(a, b) for a, b in itertools.combinations(made, 2) if a.module is b.module]
+        total += bool(pairs)
+        twins += any(_equal(a, b) for a, b in pairs)
+    if total >= 2 and twins == total:
+        return failed(
+            f"In each of {total} passes the model is called twice with the same inputs, to the same outputs.",
+            where=f"the inputs of the model ({lab.call.line})",
+            remedy="draw each view, or each member of a pair, by itself.",
+        )
+    values = [t for call in lab.calls for t in [*call.args, *call.kwargs.values()] if isinstance(t, Tensor)]
+    images = [t for t in values if t.is_floating_point() and t.ndim > 1 and t[0].numel() >= 4 * _LEAST]
+    drawn = sum(len(t) for t in images)
+    different = len({each.float().cpu().numpy().tobytes() for t in images for each in t})
+    if size is not None and 4 * _LEAST <= drawn <= size and 4 * different <= drawn:
+        return failed(
+            f"{drawn} examples of a dataset of {size} are {different} different ones.",
+            where="the dataset",
+            remedy="let the index of an example determine what it is.",
+        )
+    return None
+
+
+def _is_random(call: Call) -> bool:
+    """Return whether a call of the training draws random numbers, such as dropout."""
+    modules = [each for each in call.module.modules() if each not in call.in_eval]
+    return any(getattr(each, "p", 0) or getattr(each, "dropout", 0) for each in modules)
+
+
+def _equal(a: Call, b: Call) -> bool:
+    pairs = zip(tensors_in([a.args, a.kwargs]), tensors_in([b.args, b.kwargs]), strict=False)
+    return all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
 
 
 def _size_of_dataset() -> int | None:

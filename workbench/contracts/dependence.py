@@ -245,6 +245,6 @@ def mask_respected(lab: Lab) -> Result:
     is_passed = "attention_mask" in lab.call.kwargs
     return failed(
         f"Other ids in the padding ({how}) change outputs of tokens by {number_in_words(change)}.",
-        where="attention_mask" if is_passed else "the call of the model, which has no mask",
+        where="attention_mask" if is_passed else f"the call of the model, without a mask ({lab.call.line})",
         remedy="use the mask in every attention, with its sign and type." if is_passed else "pass attention_mask.",
     )

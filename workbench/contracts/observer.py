@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules import module as hooks
 from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler, optimizer
@@ -202,6 +203,12 @@ class Observer:
         """Number of backward passes so far."""
         return len(self.passes)
 
+    @property
+    def line_of_loss(self) -> str:
+        """Line of the script that computes the loss, or else of its backward pass; with brackets."""
+        found = [act.line for act in self.acts if act.kind == "cross entropy"] + [each.line for each in self.passes]
+        return f"the loss ({found[0]})" if found and found[0] else "the loss"
+
     def main_calls(self) -> list[Call]:
         """Calls that a backward pass reached, of the largest module that the loop calls."""
         roots = self.roots
@@ -224,6 +231,7 @@ class Observer:
         for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
             self._replace(clip_grad, name, self._clip)
         self._replace(nn.utils, "clip_grad_value_", self._clip)
+        self._replace(functional, "cross_entropy", self._noted("cross entropy"))
         self._replace(lr_scheduler.LRScheduler, "step", self._noted("schedule"))
         self._replace(lr_scheduler.ReduceLROnPlateau, "step", self._noted("schedule"))
         for name in ("scale", "unscale_", "update"):
@@ -449,10 +457,13 @@ class Observer:
         return own(parameters, limit, *args, **kwargs)
 
     def _noted(self, kind: str) -> Callable[..., Any]:
-        def call(own: Callable[..., Any], of: Any, *args: Any, **kwargs: Any) -> Any:
-            result = own(of, *args, **kwargs)
+        def call(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = own(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return result
+            of = args[0] if args else None
             scale = getattr(of, "_scale", None)
-            self._note(kind, of, {} if scale is None else {"scale": float(scale)})
+            self._note(kind, None if isinstance(of, Tensor) else of, {} if scale is None else {"scale": float(scale)})
             return result
 
         return call

@@ -94,9 +94,11 @@ def _line(p: Tensor, g: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     at_p, at_g = (each.gather(-1, label[..., None])[..., 0] for each in (p, g))
     if n_classes == 2:  # there is one other class: the offset of the line is taken as 0
         return label, -at_g / (1 - at_p).clamp_min(1e-12), g.sum(-1).abs(), torch.zeros_like(at_p)
-    others = torch.ones_like(p, dtype=torch.bool).scatter_(-1, label[..., None], value=False)
+    # Classes that are masked before the loss have no gradient, and the probabilities of others are in proportion.
+    others = (g != 0).scatter_(-1, label[..., None], value=False)
+    n_others = others.sum(-1, keepdim=True).clamp_min(1)
     # Least squares over the other classes; if their probabilities are equal, the line goes through 0.
-    mean_p, mean_g = (each.where(others, 0.0).sum(-1, keepdim=True) / (n_classes - 1) for each in (p, g))
+    mean_p, mean_g = (each.where(others, 0.0).sum(-1, keepdim=True) / n_others for each in (p, g))
     dp = (p - mean_p).where(others, 0.0)
     variance = dp.square().sum(-1, keepdim=True)
     slope = (dp * (g - mean_g)).sum(-1, keepdim=True) / variance.clamp_min(1e-300)
