@@ -14,7 +14,7 @@ def make_parts(accelerator):
     x = torch.randn(1600, N_FEATURES, generator=g)
     w = torch.randn(N_FEATURES, 1, generator=g)
     y = torch.tanh(x @ w) + 0.05 * torch.randn(1600, 1, generator=g)
-    model = nn.Sequential(nn.Linear(N_FEATURES, 48), nn.SiLU(), nn.Dropout(0.05), nn.Linear(48, 1))
+    model = nn.Sequential(nn.Linear(N_FEATURES, 48), nn.SiLU(), nn.Linear(48, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=0.05, total_iters=50)
     loader = DataLoader(TensorDataset(x, y), batch_size=32, shuffle=False)
