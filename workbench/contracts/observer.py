@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler, optimizer
 from torch.overrides import _get_current_function_mode_stack
 
-from workbench.contracts.tape import Tape
+from workbench.contracts.tape import Tape, leave_closed
 from workbench.contracts.token_labels import TokenLabels, read_labels
 from workbench.models.calling import acting_on_gradients, bare
 from workbench.models.losses import tensors_in
@@ -242,6 +242,7 @@ class Observer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._close_tape()
+        leave_closed()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -263,6 +264,7 @@ class Observer:
     def _enter(self, module: nn.Module, args: tuple) -> None:
         if torch.compiler.is_compiling() or self.is_over or threading.current_thread() is not threading.main_thread():
             return
+        leave_closed()
         depth = getattr(self._depth, "n", 0)
         self._depth.n = depth + 1
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
@@ -396,6 +398,7 @@ class Observer:
     def _before_step(self, of: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.is_over:
             return None
+        leave_closed()
         return acting_on_gradients(of, args, kwargs, lambda loss: self._note_update(of))
 
     def _note_update(self, of: Any) -> None:
@@ -450,6 +453,7 @@ class Observer:
     # Other acts
 
     def _clip(self, own: Callable[..., Any], parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+        leave_closed()
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = args[0] if args and own.__name__ == "_clip_grads_with_norm_" else None
         numbers = {"limit": float(limit), "norm": float("nan") if norm is None else float(norm)}

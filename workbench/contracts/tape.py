@@ -35,7 +35,7 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.calls: list[Any] = []
         self.operations: list[tuple[Any, Any, Any, list[int]]] = []
-        self.is_complete = False
+        self.is_complete = self.is_closed = False
         self._places: dict[int, int] = {}
         self._of_calls: list[list[int]] = []
         self._held: list[Tensor] = []  # so that no address is used twice
@@ -56,6 +56,8 @@ class Tape(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, and record it."""
         kwargs = kwargs or {}
+        if self.is_closed:
+            return func(*args, **kwargs)
         given = None if len(self.operations) >= _MOST else (self._placed(args), self._placed(kwargs))
         result = func(*args, **kwargs)
         if given is not None:
@@ -74,9 +76,7 @@ class Tape(TorchFunctionMode):
 
     def close(self, root: Tensor | None) -> None:
         """End the record at the loss, and release the graph."""
-        stack = _get_current_function_mode_stack()
-        if stack and stack[-1] is self:
-            self.__exit__(None, None, None)
+        self.is_closed = True
         if root is not None and id(root) in self._places and len(self.operations) < _MOST:
             self._root, self.is_complete = self._places[id(root)], True
         self._held.clear()
@@ -124,6 +124,16 @@ class Tape(TorchFunctionMode):
             new = [result] if isinstance(result, Tensor) else [*tensors_in(result)]
             values |= dict(zip(made, new, strict=True))
         return values[self._root]
+
+
+def leave_closed() -> None:
+    """Leave a record that is closed.
+
+    `Tensor.backward` is itself called within the mode, which torch enters again after it; so it is left later.
+    """
+    stack = _get_current_function_mode_stack()
+    if stack and isinstance(stack[-1], Tape) and stack[-1].is_closed:
+        stack[-1].__exit__(None, None, None)
 
 
 def _places_in(value: Any) -> list[_Place]:

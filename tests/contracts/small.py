@@ -1,0 +1,81 @@
+"""A small language model and loops that train it, sound or with one fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from workbench.contracts.check import check
+from workbench.contracts.results import Report
+
+N_IDS, LENGTH = 24, 12
+
+
+class Block(nn.Module):
+    def __init__(self, mask: Callable[[int], Tensor], *, over_batch: bool) -> None:
+        super().__init__()
+        self.mask, self.over_batch = mask, over_batch
+        self.to_qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        q, k, v = self.to_qkv(x).chunk(3, -1)
+        mask = self.mask(x.shape[1])
+        if keep is not None:
+            mask = mask & keep[:, None, :]
+        scores = (q @ k.mT / 4).masked_fill(~mask, -1e9)
+        x = x + self.out(scores.softmax(-1) @ v)
+        return x - x.mean(0, keepdim=True) if self.over_batch else x
+
+
+def causal(n: int) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).tril()
+
+
+class Model(nn.Module):
+    """A decoder of two blocks; options break one contract each."""
+
+    def __init__(
+        self,
+        *,
+        mask: Callable[[int], Tensor] = causal,
+        has_positions: bool = True,
+        over_batch: bool = False,
+        n_classes: int = N_IDS,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(N_IDS, 16)
+        self.positions = nn.Parameter(0.1 * torch.randn(LENGTH, 16)) if has_positions else None
+        self.blocks = nn.ModuleList(Block(mask, over_batch=over_batch) for _ in range(2))
+        self.head = nn.Linear(16, n_classes)
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embedding(ids)
+        if self.positions is not None:
+            x = x + self.positions[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x, None if attention_mask is None else attention_mask.bool())
+        return self.head(x)
+
+
+def tokens(n: int = 4, *, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, N_IDS, (6, LENGTH), generator=generator) for _ in range(n)]
+
+
+def next_token(logits: Tensor, ids: Tensor, *, ahead: int = 1, **options: Any) -> Tensor:
+    return functional.cross_entropy(logits[:, :-ahead].flatten(0, 1), ids[:, ahead:].flatten(), **options)
+
+
+def lm_loss(model: nn.Module, ids: Tensor) -> Tensor:
+    return next_token(model(ids), ids)
+
+
+def checked(model: nn.Module | None = None, loss: Any = lm_loss, batches: Any = None, **options: Any) -> Report:
+    torch.manual_seed(0)
+    model = Model() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return check(model, optimizer, tokens() if batches is None else batches, loss, **options)

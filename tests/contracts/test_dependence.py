@@ -1,0 +1,98 @@
+import pytest
+import torch
+from torch import nn
+
+from tests.contracts.small import LENGTH, Model, checked, lm_loss, next_token, tokens
+from workbench.contracts.results import Status
+
+SOUND = checked
+
+
+@pytest.mark.parametrize(("above", "n_leaks"), [(LENGTH, LENGTH // 2), (1, 1)])
+def test_a_mask_that_shows_later_tokens_is_not_causal(above, n_leaks):
+    model = Model(mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril(above))
+    found = checked(model)["causal"]
+    assert found.status is Status.FAILED
+    # Two blocks that are off by one see two tokens ahead.
+    assert f"at {n_leaks if above > 1 else 2} positions" in found.evidence
+
+
+def test_a_causal_model_is():
+    found = checked()["causal"]
+    assert found.status is Status.PASSED
+    assert "before it by 0" in found.evidence
+
+
+def test_an_encoder_of_masked_tokens_need_not_be_causal():
+    def masked_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        chosen = torch.zeros_like(ids, dtype=torch.bool)
+        chosen[:, ::3] = True
+        logits = model(ids.masked_fill(chosen, 1))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.masked_fill(~chosen, -100).flatten())
+
+    everything = Model(mask=lambda n: torch.ones(n, n, dtype=torch.bool))
+    report = checked(everything, masked_loss)
+    assert report["causal"].status is Status.NOT_APPLICABLE
+    assert report["labels_aligned"].status is Status.NOT_APPLICABLE
+
+
+def test_order_matters_with_positions_only():
+    everything = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    without = Model(mask=lambda n: everything[:n, :n], has_positions=False)
+    found = checked(without)["order_matters"]
+    assert found.status is Status.FAILED
+    assert "position" in found.where
+    assert checked()["order_matters"].status is Status.PASSED
+
+
+def test_statistics_over_the_batch_mix_examples_and_are_named():
+    found = checked(Model(over_batch=True))["examples_independent"]
+    assert found.status is Status.FAILED
+    assert found.where == "blocks.0"
+    assert checked()["examples_independent"].status is Status.PASSED
+
+
+def test_batch_norm_is_no_mixture_in_eval_mode():
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    batches = [(torch.randn(6, 8), torch.randint(0, 3, (6,))) for _ in range(4)]
+    report = checked(Classifier(), loss, batches)
+    assert report["examples_independent"].status is Status.PASSED
+    assert report["causal"].status is Status.NOT_APPLICABLE
+
+
+def padded() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return ids with padding 0 on the left, and their masks."""
+    found = []
+    for ids in tokens():
+        mask = torch.ones_like(ids)
+        for i in range(len(ids)):
+            mask[i, : i % 4] = 0
+        found.append((ids * mask, mask))
+    return found
+
+
+@pytest.mark.parametrize("is_passed", [True, False])
+def test_padding_on_the_left_needs_its_mask(is_passed):
+    def loss(model, batch):
+        ids, mask = batch
+        labels = ids.masked_fill(mask == 0, -100)
+        return next_token(model(ids, attention_mask=mask) if is_passed else model(ids), labels)
+
+    found = checked(None, loss, padded())["mask_respected"]
+    assert found.status is (Status.PASSED if is_passed else Status.FAILED)
+    if not is_passed:
+        assert "test_dependence.py" in found.where
+
+
+def test_a_batch_without_padding_needs_no_mask():
+    assert checked(None, lm_loss)["mask_respected"].status is Status.NOT_APPLICABLE
