@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +99,21 @@ def main() -> None:
     args = parser.parse_args()
     names = {*json.loads((HERE / "split.json").read_text())[args.part]}
     known = json.loads((HERE / "cases.json").read_text())
-    launch = {case["script"]: case["launch"] for case in known if not case["faulty"]}
-    cases = [{**case, "launch": launch[case["script"]]} for case in known if case["name"] in names]
+    of = {
+        case["script"]: {name: case[name] for name in ("launch", "needs", "style")}
+        for case in known
+        if not case["faulty"]
+    }
+    cases = [{**of[case["script"]], **case} for case in known if case["name"] in names]
     cases = [case for case in cases if args.kind == "all" or case["faulty"] == (args.kind == "faulty")]
     if args.only:
         cases = [case for case in cases if {case["name"], *case.get("ids", ())} & {*args.only}]
     args.folder.mkdir(parents=True, exist_ok=True)
     sums, by_id, places = Counter[str](), Counter[tuple[str, str]](), 0
     for case in cases:
+        if missing := [name for name in case.get("needs", []) if find_spec(name) is None]:
+            sums[f"left out, without {', '.join(missing)}"] += 1
+            continue
         path = args.folder / f"{case['name']}.json"
         if args.again or not path.exists():
             path.write_text(json.dumps(run_case(case, args.updates), indent=1))
@@ -121,7 +129,8 @@ def main() -> None:
             by_id[case["ids"][0], verdict] += 1
             sums["faulty: with a false failure beside"] += bool(extra)
         print(
-            f"{verdict:<12} {case['name']:<60} {found['wall']:5.1f} s  expected {','.join(case.get('ids', [])) or '-'}; "
+            f"{verdict:<12} {case['name']:<60} {found['wall']:5.1f} s  "
+            f"expected {','.join(case.get('ids', [])) or '-'}; "
             f"failed {','.join(check['id'] for check in failed) or '-'}{'' if is_placed else ' (no place)'}",
             flush=True,
         )

@@ -23,7 +23,10 @@ _LEAST = 16
 
 
 def agreement(tokens: Tensor, labels: Tensor, shift: int) -> float:
-    """Return the share of counting positions whose label is the id some positions later; NaN if there are too few."""
+    """Return the agreement of labels with the ids some positions later: 1 at all positions, 0 as by chance.
+
+    NaN if too few positions count.
+    """
     n = tokens.shape[1]
     if abs(shift) >= n:
         return float("nan")
@@ -32,7 +35,13 @@ def agreement(tokens: Tensor, labels: Tensor, shift: int) -> float:
     counts = here != IGNORED
     if int(counts.sum()) < _LEAST:
         return float("nan")
-    return float((here == there.to(here.device))[counts].double().mean())
+    here, there = here[counts], there.to(here.device)[counts]
+    share = float((here == there).double().mean())
+    n_ids = int(max(here.max(), there.max())) + 1
+    by_chance = float(
+        (here.bincount(minlength=n_ids).double() @ there.bincount(minlength=n_ids).double()) / len(here) ** 2
+    )
+    return 1.0 if share == 1 else max(0.0, (share - by_chance) / (1 - by_chance))
 
 
 def shift_of_labels(lab: Lab) -> tuple[int | None, dict[int, float]]:
@@ -64,22 +73,22 @@ def labels_aligned(lab: Lab) -> Result:
         return not_applicable("The loss has one label for each example.")
     shift, found = shift_of_labels(lab)
     if shift == 1:
-        return passed(f"The label at {fine_percent(found[1])} of the positions is the next token.")
+        return passed(f"Labels are the next tokens (agreement {found[1]:.3g}, where 0 is chance and 1 all positions).")
     # Of tokens that are masked at random, some are kept as they are.
     copies = found[0] >= 0.5 and lab.labels.n_classes >= _n_ids(lab)
     if shift is None and not copies:
         return not_applicable("The labels are no tokens of the input at a fixed distance.")
     if shift == 0 or copies:
         change = "shift the labels by one position (logits[:, :-1] with tokens[:, 1:]), or ignore tokens that are shown"
-        words, shift = "the token that the model reads at the same position", 0
+        words, shift = "the tokens that the model reads at the same position", 0
     else:
         assert shift is not None
         n, side = abs(shift - 1), "ahead" if shift > 1 else "back"
         change = f"shift the labels once: they are {n} position{'s' * (n > 1)} too far {side}"
-        words = f"the token {abs(shift)} positions {'later' if shift > 0 else 'before'}"
-    nexts = f"; the next token is the label at {fine_percent(found[1])}"
+        words = f"the tokens {abs(shift)} positions {'later' if shift > 0 else 'before'}"
     return failed(
-        f"The label at {fine_percent(found[shift])} of the positions is {words}{nexts}.",
+        f"The labels are {words} (agreement {found[shift]:.3g}, where 0 is chance and 1 all positions), not the next "
+        f"token (agreement {found[1]:.3g}).",
         where=where,
         remedy=f"{change}.",
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from workbench.contracts.observer import Backward, Call, Observer
 from workbench.contracts.results import Result, Status
@@ -41,6 +42,7 @@ class Lab:
 
     def __init__(self, seen: Observer) -> None:
         self.seen, self.n_passes = seen, 0.0
+        self._runs_in_float32 = True
 
     @cached_property
     def calls(self) -> list[Call]:
@@ -102,16 +104,37 @@ class Lab:
     # Passes
 
     def outputs(self, call: Call, args: tuple | None = None, kwargs: Mapping[str, Any] | None = None) -> list[Tensor]:
-        """Return the floating-point tensors in the output of a call made again in eval mode, with other inputs."""
+        """Return the floating-point tensors in the output of a call made again in eval mode, with other inputs.
+
+        The pass runs in float32, so that rounding does not hide what outputs depend on, unless the model cannot.
+        """
+        args, kwargs = call.args if args is None else args, call.kwargs if kwargs is None else kwargs
         with self.undisturbed(call):
-            output = self.run(call, args, kwargs)
+            if self._runs_in_float32:
+                self._count()
+                module = bare(call.module)
+                held = dict((*module.named_parameters(), *module.named_buffers()))
+                short = {
+                    n: t.detach().float() for n, t in held.items() if t.is_floating_point() and t.element_size() < 4
+                }
+                kind = next(module.parameters()).device.type
+                try:
+                    with torch.autocast(kind, enabled=False):
+                        output = functional_call(module, short, _float32(args), _float32(kwargs))
+                except RuntimeError:  # its code casts to another format
+                    self._runs_in_float32 = False
+            if not self._runs_in_float32:
+                output = self.run(call, args, kwargs)
             return [each.detach() for each in tensors_in(output) if each.is_floating_point()]
 
-    def run(self, call: Call, args: tuple | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call the module of a call again, without any protection; see `undisturbed`."""
+    def _count(self) -> None:
         self.n_passes += 1
         if self.n_passes > MOST_PASSES:
             raise NotTestedError(f"the experiments have made {MOST_PASSES} passes, the most that they may")
+
+    def run(self, call: Call, args: tuple | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Call the module of a call again, without any protection; see `undisturbed`."""
+        self._count()
         module = bare(call.module)
         kind = next(module.parameters()).device.type
         with torch.autocast(kind, call.autocast, enabled=call.autocast is not None):
@@ -209,10 +232,19 @@ class Lab:
         return self.logits(self.call)
 
     def rounding(self, values: Tensor) -> float:
-        """Return the size of what rounding may change in outputs: a thousand of the last places of the largest."""
-        autocast = self.call.autocast
+        """Return the size of what rounding may change in outputs: 64 of the last places of the largest."""
+        autocast = None if self._runs_in_float32 else self.call.autocast
         eps = max(torch.finfo(kind).eps for kind in (values.dtype, autocast) if kind is not None)
         return 64 * eps * float(values.abs().amax())
+
+
+def _float32(value: Any) -> Any:
+    """Return nested containers with their floating-point tensors in float32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {name: _float32(each) for name, each in value.items()}
+    return type(value)(_float32(each) for each in value) if type(value) in (tuple, list) else value
 
 
 def bare_name(name: str) -> str:

@@ -481,7 +481,8 @@ def _axes_that_sum_to_zero(gradient: Tensor) -> list[int]:
     """Return the axes, but that of the batch, over which a gradient sums to 0 up to rounding."""
     g = gradient.double()
     sums = [(axis, g.sum(axis).abs().amax(), g.abs().sum(axis).amax()) for axis in range(1, g.ndim)]
-    return [axis for axis, total, size in sums if float(total) <= 1e-3 * float(size)]
+    limit = max(1e-3, 8 * torch.finfo(gradient.dtype).eps)
+    return [axis for axis, total, size in sums if float(total) <= limit * float(size)]
 
 
 def _copied(value: Any) -> Any:

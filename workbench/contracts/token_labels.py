@@ -70,7 +70,7 @@ def read_labels(logits: Tensor, gradient: Tensor) -> TokenLabels | None:
     label, weight, residual, share = _line(p, g, g.argmin(-1))
     if n_classes > 2:
         others = _line(p, g, g.argmax(-1))
-        is_negative = others[2] < 0.1 * residual
+        is_negative = (residual > _MAX_RESIDUAL * size) & (others[2] < 0.1 * residual)
         label, weight, residual, share = (
             torch.where(is_negative, b, a) for a, b in zip((label, weight, residual, share), others, strict=True)
         )
