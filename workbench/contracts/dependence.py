@@ -57,14 +57,9 @@ def causal(lab: Lab) -> Result:
             f"Token {t} changes outputs from position {t} on by {number_in_words(after)}, and those before it by "
             f"{number_in_words(before)}."
         )
-    rows = change[:, :t].amax(0)
-    first = int((rows > limit).nonzero()[0])
-    n_leaks = int((rows > limit).sum())
-    where = (
-        "the attention mask" if first == 0 or n_leaks > 1 else f"the mask at the position before the token ({first})"
-    )
-    if n_leaks == 1 and first == t - 1:
-        where = "the attention mask, which is off by one"
+    n_leaks = int((change[:, :t].amax(0) > limit).sum())
+    where = _first_moved(lab, lab.tokens, tokens, lambda state: state[:, :t]) or "the attention mask"
+    where += ", whose mask is off by one" if n_leaks == 1 else ""
     return failed(
         f"Token {t} changes the outputs at {n_leaks} positions before it by up to {number_in_words(before)}, "
         f"{100 * before / max(after, 1e-30):.2g} % of its largest effect: the model sees the tokens that it predicts.",
@@ -118,26 +113,36 @@ def examples_independent(lab: Lab) -> Result:
     old, is_ids = _inputs(lab)
     if old.shape[0] < 2:
         raise NotTestedError("the batch has one example")
-    new = old.clone()
-    new[-1] = _other(old, lab)[-1] if is_ids else old[-1].flip(0) * 1.5 + 0.5 * old.std()
+    # In the middle, since a recurrence over examples reaches only those on one side.
+    new, i = old.clone(), old.shape[0] // 2
+    new[i] = _other(old, lab)[i] if is_ids else old[i].flip(0) * 1.5 + 0.5 * old.std()
+    others = [j for j in range(len(old)) if j != i]
     base, moved = lab.outputs(call), lab.outputs(call, *lab._with(call, old, new))
     pairs = [(a, b) for a, b in zip(base, moved, strict=True) if a.ndim > 1 and a.shape[0] == old.shape[0]]
     if not pairs:
         raise NotTestedError("no output has an entry for each example")
-    here = max(float((a[:-1] - b[:-1]).abs().amax()) for a, b in pairs)
-    there = max(float((a[-1] - b[-1]).abs().amax()) for a, b in pairs)
+    here = max(float((a[others] - b[others]).abs().amax()) for a, b in pairs)
+    there = max(float((a[i] - b[i]).abs().amax()) for a, b in pairs)
     limit = max(max(lab.rounding(a) for a, _ in pairs), 1e-6 * there)
     if here > limit:
         return failed(
-            f"Another last example changes the outputs of the others by {number_in_words(here)}, "
+            f"Another example {i} changes the outputs of the others by {number_in_words(here)}, "
             f"{100 * here / max(there, 1e-30):.2g} % of the change of its own.",
-            where=_mixing(lab, old, new) or "a module that mixes examples",
+            where=_first_moved(lab, old, new, lambda state: state[others]) or "a module that mixes examples",
             remedy="normalize over features, and keep the axis of examples in every reshape.",
+        )
+    if there <= limit:
+        if max(float(a.abs().amax()) for a, _ in pairs) <= limit:
+            raise NotTestedError("the outputs are 0")
+        return failed(
+            f"Another example {i} changes no output, not even its own.",
+            where=_last_moved(lab, old, new, i),
+            remedy="attend over tokens, not over examples (batch_first), and read the outputs from the states.",
         )
     if is_ids and (packed := _documents(lab, old)) is not None:
         return packed
     return passed(
-        f"Another last example changes its own outputs by {number_in_words(there)} and the others by "
+        f"Another example {i} changes its own outputs by {number_in_words(there)} and the others by "
         f"{number_in_words(here)}."
     )
 
@@ -154,8 +159,21 @@ def _inputs(lab: Lab) -> tuple[Tensor, bool]:
         return found[0], False
 
 
-def _mixing(lab: Lab, old: Tensor, new: Tensor) -> str:
-    """Return the first module whose outputs of the other examples change."""
+def _first_moved(lab: Lab, old: Tensor, new: Tensor, part: Callable[[Tensor], Tensor]) -> str:
+    """Return the first module of whose output a part changes with the inputs, in the order in which the calls end."""
+    return next((name for name, is_moved in _moved(lab, old, new, part) if is_moved), "")
+
+
+def _last_moved(lab: Lab, old: Tensor, new: Tensor, i: int) -> str:
+    """Return the first module whose output of an example does not change although that of one before it does."""
+    found = _moved(lab, old, new, lambda state: state[i : i + 1])
+    begun = [name for name, is_moved in found if is_moved]
+    stopped = [name for name, is_moved in found[1:] if not is_moved]
+    return stopped[0] if begun and stopped else "the path from the inputs to the outputs"
+
+
+def _moved(lab: Lab, old: Tensor, new: Tensor, part: Callable[[Tensor], Tensor]) -> list[tuple[str, bool]]:
+    """Return whether a part of the output of each module changes with the inputs, in the order in which calls end."""
     states: list[dict[str, Tensor]] = []
     for args, kwargs in ((None, None), lab._with(lab.call, old, new)):
         seen: dict[str, Tensor] = {}
@@ -164,8 +182,9 @@ def _mixing(lab: Lab, old: Tensor, new: Tensor) -> str:
         def keep(name: str, seen: dict[str, Tensor] = seen) -> Callable[..., None]:
             def hook(module: object, given: tuple, output: object) -> None:
                 first = next((t for t in _tensors(output) if t.is_floating_point() and t.ndim > 1), None)
-                if first is not None and first.shape[0] == old.shape[0]:
-                    seen.setdefault(name, first.detach()[:-1].clone())
+                n = 2 if old.ndim == 2 else 1  # ids have an axis of tokens
+                if first is not None and first.shape[:n] == old.shape[:n]:
+                    seen.setdefault(name, part(first.detach()).clone())
 
             return hook
 
@@ -177,15 +196,13 @@ def _mixing(lab: Lab, old: Tensor, new: Tensor) -> str:
             for handle in handles:
                 handle.remove()
         states.append(seen)
-    for name, before in states[0].items():  # in the order in which the calls end
+    found = []
+    for name, before in states[0].items():
         after = states[1].get(name)
-        if (
-            after is not None
-            and after.shape == before.shape
-            and not torch.allclose(before, after, rtol=1e-4, atol=1e-6)
-        ):
-            return name or type(lab.model).__name__
-    return ""
+        if after is not None and after.shape == before.shape:
+            limit = 1e-5 * max(float(before.abs().amax()), 1e-30)
+            found.append((name or type(lab.model).__name__, float((after - before).abs().amax()) > limit))
+    return found
 
 
 def _tensors(output: object) -> list[Tensor]:

@@ -1,0 +1,129 @@
+"""Scripts that nobody has edited, run under the command."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import workbench.cli
+from workbench.contracts.results import Report, Result, Status
+from workbench.contracts.script import _merged, _within, exit_status
+
+pytestmark = [pytest.mark.subprocess]
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+torch.manual_seed(0)
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.lstm = nn.LSTM(16, 16, batch_first=True, bidirectional="--leak" in sys.argv)
+        self.head = nn.LazyLinear(20)
+
+    def forward(self, ids):
+        return self.head(self.lstm(self.embedding(ids))[0])
+
+
+model = Tiny()
+model(torch.zeros(1, 2, dtype=torch.long))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    ids = torch.randint(0, 20, (4, 17))
+    loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(f"{loss.item():.17g}", torch.rand(()).item())
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(*words, cwd):
+    command = [sys.executable, "-m", "workbench", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.mark.medium
+def test_a_script_is_checked_ends_and_leaves_nothing(script, tmp_path):
+    done = run("check", "--updates", 3, "--json", tmp_path / "o.json", "--", "python", script, "--leak", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert found["verdict"] == "failed"
+    assert found["n_updates"] == 3
+    by_id = {each["id"]: each for each in found["checks"]}
+    assert by_id["causal"]["status"] == "failed"
+    assert by_id["labels_aligned"]["status"] == "passed"
+    assert {"id", "status", "where", "evidence", "remedy", "seconds"} <= by_id["causal"].keys()
+    assert "✗ causal" in done.stdout
+    assert len(done.stdout.splitlines()) > 5
+    assert {path.name for path in tmp_path.iterdir()} == {"train.py", "o.json"}
+
+
+@pytest.mark.medium
+def test_a_training_that_goes_on_is_bit_identical(script, tmp_path):
+    plain = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True)
+    done = run("check", "--updates", 3, "--go-on", "--", "python", script, cwd=tmp_path)
+    assert done.stdout.splitlines()[0] == plain.stdout.splitlines()[0]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--", "python", "missing.py"], "before its first update"),
+        (["--", "bash", "train.sh"], "python SCRIPT or torchrun SCRIPT"),
+        ([], "no command to check"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, sentence, tmp_path):
+    done = run("check", *words, cwd=tmp_path)
+    assert done.returncode == 3
+    assert sentence in done.stderr.splitlines()[-1]
+
+
+def test_a_file_that_exists_is_kept(tmp_path, capsys):
+    (tmp_path / "o.json").write_text("mine")
+    assert workbench.cli.main(["check", "--json", str(tmp_path / "o.json"), "--", "python", "x.py"]) == 3
+    assert (tmp_path / "o.json").read_text() == "mine"
+    assert "overwrite" in capsys.readouterr().err
+
+
+def test_the_command_keeps_options_of_the_launcher():
+    own = ["-m", "ours"]
+    options = ["-W", "ignore", "-u"]
+    assert _within(["python", *options, "a.py", "--x"], own)[1:] == [*options, *own, "a.py", "--x"]
+    assert _within(["python", "-m", "pack.train", "-x"], own)[1:] == [*own, "-m", "pack.train", "-x"]
+    given = ["torchrun", "--nproc-per-node", "2", "a.py", "--x", "1"]
+    assert _within(given, own)[3:] == ["--nproc-per-node", "2", *own, "a.py", "--x", "1"]
+
+
+def test_a_failure_on_one_rank_counts_and_is_named():
+    good = Report([Result("causal", Status.PASSED, "fine")], 3, 0.1)
+    bad = Report([Result("causal", Status.FAILED, "leak", where="the mask", remedy="mask")], 3, 0.2)
+    merged = _merged([good, bad])
+    assert merged["causal"].where == "the mask (rank 1)"
+    assert exit_status(merged) == 1
+    assert exit_status(good) == 0
+
+
+def test_a_report_is_the_same_from_json_and_written_as_a_page(tmp_path):
+    report = Report([Result("causal", Status.FAILED, "a < b & c", where="<x>", remedy="mask", proof="p")], 3, 0.25)
+    again = Report.of_json(json.loads(report.write(tmp_path / "a.json").read_text()))
+    assert again == report
+    page = report.write(tmp_path / "a.html", html=True).read_text()
+    assert "a &lt; b &amp; c" in page
+    assert "<x>" not in page
