@@ -96,3 +96,35 @@ def test_padding_on_the_left_needs_its_mask(is_passed):
 
 def test_a_batch_without_padding_needs_no_mask():
     assert checked(None, lm_loss)["mask_respected"].status is Status.NOT_APPLICABLE
+
+
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_targets_that_are_broadcast(shape):
+    def loss(model, batch):
+        return nn.functional.mse_loss(model(batch[0]), batch[1].view(shape))
+
+    batches = [(torch.randn(6, 8), torch.randn(6)) for _ in range(4)]
+    found = checked(nn.Sequential(nn.Linear(8, 1)), loss, batches)["examples_independent"]
+    assert found.status is (Status.FAILED if len(shape) == 1 else Status.PASSED)
+
+
+def test_attention_over_examples_instead_of_tokens():
+    class Encoder(nn.Module):
+        def __init__(self, *, batch_first: bool) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.randn(1, 1, 16))
+            self.attention = nn.MultiheadAttention(16, 2, batch_first=batch_first)
+            self.head = nn.Linear(16, 3)
+
+        def forward(self, x):
+            x = torch.cat([self.first.expand(len(x), 1, -1), x], 1)
+            return self.head((x + self.attention(x, x, x)[0])[:, 0])
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    batches = [(torch.randn(6, 5, 16), torch.randint(0, 3, (6,))) for _ in range(4)]
+    found = checked(Encoder(batch_first=False), loss, batches)["examples_independent"]
+    assert found.status is Status.FAILED
+    assert "not even its own" in found.evidence
+    assert checked(Encoder(batch_first=True), loss, batches)["examples_independent"].status is Status.PASSED

@@ -105,10 +105,12 @@ def order_matters(lab: Lab) -> Result:
 
 @contract("examples_independent")
 def examples_independent(lab: Lab) -> Result:
-    """Do outputs of an example change when another example changes, in eval mode?
+    """Do outputs of an example change when another example changes, in eval mode, and is each compared with its target?
 
     In packed batches, whose position_ids begin anew within an example, documents are tested likewise.
     """
+    if (broadcast := _broadcast(lab)) is not None:
+        return broadcast
     call = lab.call
     old, is_ids = _inputs(lab)
     if old.shape[0] < 2:
@@ -145,6 +147,27 @@ def examples_independent(lab: Lab) -> Result:
         f"Another example {i} changes its own outputs by {number_in_words(there)} and the others by "
         f"{number_in_words(here)}."
     )
+
+
+#: Functions that compare outputs with targets entry by entry.
+_COMPARISONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "sub", "rsub", "__sub__", "__rsub__")
+
+
+def _broadcast(lab: Lab) -> Result | None:
+    """Return a failure if the loss compares a column of outputs with a row of targets, so that each meets each."""
+    for of in lab.seen.passes:
+        for name, shapes in of.tape.shapes if of.tape is not None and of.tape.is_complete else ():
+            if name in _COMPARISONS and len(shapes) == 2 and len({len(each) for each in shapes}) == 2:
+                long, short = sorted(shapes, key=len, reverse=True)
+                n = short[-1]
+                if n > 1 and long == (n, 1) and short == (n,):
+                    return failed(
+                        f"The loss compares shapes {shapes[0]} and {shapes[1]}, which are broadcast to ({n}, {n}): "
+                        "each output is compared with the targets of all examples.",
+                        where=f"the loss ({of.line})",
+                        remedy="give both one shape, by squeeze(-1) of the outputs or unsqueeze(-1) of the targets.",
+                    )
+    return None
 
 
 def _inputs(lab: Lab) -> tuple[Tensor, bool]:

@@ -18,8 +18,8 @@ _MOST = 4096
 class _Place:
     """Place of a tensor that an operation of the record has computed."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, shape: tuple[int, ...]) -> None:
+        self.number, self.shape = number, shape
 
 
 class Tape(TorchFunctionMode):
@@ -69,7 +69,7 @@ class Tape(TorchFunctionMode):
     def _placed(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             place = self._places.get(id(value))
-            return value if place is None else _Place(place)
+            return value if place is None else _Place(place, tuple(value.shape))
         if isinstance(value, Mapping):
             return {name: self._placed(each) for name, each in value.items()}
         return type(value)(self._placed(each) for each in value) if type(value) in (tuple, list) else value
@@ -94,6 +94,14 @@ class Tape(TorchFunctionMode):
         """Integer tensors from outside of the model that the loss needs."""
         found = [t for _, args, kwargs, _ in self._needed() for t in tensors_in([args, kwargs])]
         return [*{id(t): t for t in found if t.dtype in (torch.int64, torch.int32) and t.ndim}.values()]
+
+    @property
+    def shapes(self) -> list[tuple[str, list[tuple[int, ...]]]]:
+        """Name of each function that the loss needs, with the shapes of the tensors that it received."""
+        return [
+            (getattr(func, "__name__", str(func)), [tuple(each.shape) for each in _tensors_and_places((args, kwargs))])
+            for func, args, kwargs, _ in self._needed()
+        ]
 
     def _needed(self) -> list[tuple[Any, Any, Any, list[int]]]:
         needed, found = {self._root}, []
@@ -137,7 +145,11 @@ def leave_closed() -> None:
 
 
 def _places_in(value: Any) -> list[_Place]:
-    if isinstance(value, _Place):
+    return [each for each in _tensors_and_places(value) if isinstance(each, _Place)]
+
+
+def _tensors_and_places(value: Any) -> list[Any]:
+    if isinstance(value, _Place | Tensor):
         return [value]
     parts = value.values() if isinstance(value, Mapping) else value if type(value) in (tuple, list) else ()
-    return [place for part in parts for place in _places_in(part)]
+    return [each for part in parts for each in _tensors_and_places(part)]
