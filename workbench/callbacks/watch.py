@@ -58,8 +58,8 @@ class RunStatus:
         self.slowed: Mapping[str, int] = {}
         self.is_over = False
         self._losses: list[tuple[int, float]] = []
-        self._spacing = 1
-        self._times: deque[float] = deque(maxlen=50)
+        self._n_rows, self._spacing = 0, 1
+        self._times: deque[tuple[int, float]] = deque(maxlen=50)
 
     def update(
         self,
@@ -79,20 +79,23 @@ class RunStatus:
             return
         self.step = observation.step
         self.loss, self.rate = (float(observation.values.get(name, math.nan)) for name in ("loss", "learning_rate"))
-        self._times.append(time.monotonic())
-        if self.step % self._spacing == 0 and math.isfinite(self.loss):
+        self._times.append((self.step, time.monotonic()))
+        self._n_rows += 1
+        if self._n_rows % self._spacing == 0 and math.isfinite(self.loss):
             self._losses.append((self.step, self.loss))
             if len(self._losses) > _N_POINTS:
                 self._losses, self._spacing = self._losses[::2], 2 * self._spacing
-        if new_alarms or self.step % 10 == 0:
+        if new_alarms or self._n_rows % 10 == 1:
             known = {name: score for name, score in scores().items() if not math.isnan(score)}
             self.scores = dict(sorted(known.items(), key=lambda each: -each[1]))
 
     @property
     def seconds_per_step(self) -> float:
         """Mean duration of the latest steps; NaN before the second."""
-        n = len(self._times) - 1
-        return (self._times[-1] - self._times[0]) / n if n > 0 else math.nan
+        if len(self._times) < 2:
+            return math.nan
+        (first, begin), (last, end) = self._times[0], self._times[-1]
+        return (end - begin) / (last - first) if last > first else math.nan
 
     def as_text(self) -> str:
         """Return the status as one line: step, loss, learning rate, time per step, and the alarms."""
@@ -135,7 +138,7 @@ class RunStatus:
     def blindness(self) -> str:
         """What the budget lets nobody see for how long, in words; empty if nothing is slowed down."""
         found = [f"{name} every {every:,} updates" for name, every in sorted(self.slowed.items(), key=lambda e: e[1])]
-        return f"Within the budget, examined only: {listed(found)}." if found else ""
+        return f"Within the budget, recorded or examined only: {listed(found)}." if found else ""
 
     def _cause_text(self) -> str:
         cause, first = self.cause, self.first_alarm
@@ -283,7 +286,7 @@ def watch(
         store: Path of the store; None for a new one in ``runs/``, named after the model and the time.
         every: Steps between two measurements of the parts that shall not follow the budget, see `workbench.Recorder`.
         budget: Share of the training time that watching may take, see `workbench.Recorder`; ``watched.cost`` reports
-            what it takes. What is examined less often for it is shown with the status.
+            what it takes. What is recorded or examined less often for it is shown with the status.
         false_alarms: False alarms per 100,000 healthy steps, see `workbench.Alarms`.
         calibration: Calibration on your own healthy runs, see `workbench.Alarms`; None for the default one.
         on_alarm: Function called with each alarm when it is raised. Its exceptions reach the training loop.
@@ -391,6 +394,7 @@ class Watch:
     def _end(self) -> None:
         """Show the final status; called when the recorder has ended."""
         self.status.is_over = True
+        self.status.step = max(self.status.step, self.recorder.memory.step - 1)  # the last updates may have no row
         if self._display is not None:
             self._display.close()
 

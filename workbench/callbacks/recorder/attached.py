@@ -71,9 +71,9 @@ _WORDS = {
 
 #: Parts whose costs are counted together with others.
 _COUNTED = {"monitors": "batch", "sample": "batch"}
-#: Most rows that wait for one copy from the device or one message between ranks, and number of rows after which a copy
-#: is read: it is complete by then unless the device is far behind.
-_MOST_ROWS, _LAG = 10, 8
+#: Most rows that wait for one copy from the device or one message between ranks, most updates for which they wait, and
+#: number of updates after which a copy is read: it is complete by then unless the device is far behind.
+_MOST_ROWS, _LONGEST_WAIT, _LAG = 10, 30, 8
 #: Number of updates between two copies of the state of the recorder in its store.
 _STATE_EVERY = 200
 #: Recorders that record, which end with the interpreter.
@@ -94,6 +94,10 @@ class AttachedRecorder:
 
     On an accelerator the values of some rows are copied together, without waiting, and the rows follow a few updates
     later, each with its step. With several ranks the rows of updates between two measurements wait for one message.
+
+    If the rows of all updates cost more than the budget, updates after which nothing is measured may have none; at least
+    every tenth update has one. This is not so with several ranks, with a gradient scaler or in a loop that has skipped
+    an update, and ends for good with the first call of `log` or `finish_step`.
 
     Metrics passed to `log` belong to the update of the batch that passed through the model last: before
     ``optimizer.step()`` to the next update, and afterwards, until the next batch begins, to the update just done.
@@ -134,6 +138,9 @@ class AttachedRecorder:
             n_parameters=sum(p.numel() for p in bare(model).parameters()),
         )
         self._due, self._decided, self._forced, self._examined = set[str](), -1, set[str](), set[str]()
+        #: Whether the current update has no row, whether that is so of the one before it and no batch began since, and
+        #: whether the loop logs metrics, so that all updates have a row.
+        self._is_lean = self._was_lean = self._logs = False
         self._rows: list[Row] = []
         self._flights: list[Flight] = []
         self._workers: ThreadPoolExecutor | None = None
@@ -151,7 +158,7 @@ class AttachedRecorder:
         self._closure_loss: Any = None
         self._changes: list[Change] = []
         self._measured: dict[str, Started] = {}
-        self._was_finite = True
+        self._was_finite, self._kept = True, step // _STATE_EVERY
         self._is_ready = False
         self._sample = SampledUpdate(optimizer)
         self._settings: SettingsWatch | None = None
@@ -293,6 +300,8 @@ class AttachedRecorder:
 
     def log(self, **numbers: Any) -> None:
         """Log metrics of an update, such as ``loss`` and ``accuracy``."""
+        if numbers and not self._logs:
+            self._end_lean()
         for name, value in numbers.items():
             self._pending[name] = as_number(name, value)
 
@@ -301,6 +310,7 @@ class AttachedRecorder:
 
         A loop that knows when a step ends may call this; a loop that counts its own steps may set ``step``.
         """
+        self._end_lean()
         self.log(**numbers)
         self._has_given_norm = "grad_norm" in numbers  # then it need not be computed
         if self._open_step is None:
@@ -318,8 +328,22 @@ class AttachedRecorder:
 
     # Around the update
 
+    def _end_lean(self) -> None:
+        """Give all updates a row from now on, since the loop logs metrics of them.
+
+        The row of an update that is already over, or whose batch has begun, has only what is logged.
+        """
+        self._logs = True
+        if self._was_lean:
+            self._open_step, self._was_lean = self.step - 1, False
+        if self._open_step is not None:  # the next batch has not begun
+            self.batches.rests = False
+        self._is_lean = False
+
     def _decide(self) -> None:
         """Decide which parts are measured after the coming update."""
+        if self._is_lean and self._decided == self.step and not self._check_requested:
+            return
         made = self.step - self._n_unmade
         if self._decided != self.step:
             collectors = self._collectors
@@ -327,20 +351,31 @@ class AttachedRecorder:
             self._decided = self.step
             self._due = {*filter(is_on, self._budget.due(self.step, made, is_on))}
             self.batches.examines = "batch" in self._due
+            spectra = self._every["spectra"]
+            has_row = self._budget.row_is_due(self.step, self._due) or bool(spectra and self.step % spectra == 0)
+            # Whether rows are spread is decided with each row, as a scaler can be noticed only then.
+            self._is_lean = not has_row and self._budget.spreads_rows and self.batches.is_plain and not self._logs
+            self.batches.rests = self._is_lean
         if self._check_requested:
             self._check_requested, self._checked = False, made
         is_checked = self._checked == made
         self._forced = {part for part in _CHECKS if is_checked and self._every[part] is not None}
+        if self._forced:
+            self._is_lean = self.batches.rests = False
 
     def _begin_batch(self) -> None:
         """Start a batch: metrics logged from now on belong to the next update."""
         if self._optimizer is not None:
             self._optimizer.end_update()
+        self._was_lean = False
         if self._open_step is not None:
-            self._close_row()
+            with self._budget.timed("row"):
+                self._close_row()
         if not is_shared():  # with several ranks, all of them write the row at the next update
             self._write_unmade()
         self._decide()
+        if self._is_lean:
+            return
         if self._is_due("reduction"):
             self._guarded("reduction", lambda collectors: collectors.reduction.arm())
         self._budget.begin_batch()
@@ -350,12 +385,16 @@ class AttachedRecorder:
         optimizer = self._optimizer
         if optimizer is None:
             return
+        self._was_lean = False
+        if self._open_step is not None:  # no batch has passed since the last update
+            with self._budget.timed("row"):
+                self._close_row()
+        if self._decided != self.step:
+            self._decide()
+        if self._is_lean:
+            return
         with self._budget.timed("row"):
             self._closure_loss = loss
-            if self._open_step is not None:  # no batch has passed since the last update
-                self._close_row()
-            if self._decided != self.step:
-                self._decide()
             self.batches.begin_update()
             with self.batches.paused():
                 if not self._is_ready:
@@ -398,6 +437,12 @@ class AttachedRecorder:
         collectors, optimizer = self._collectors, self._optimizer
         if collectors is None or optimizer is None:  # the closure was never called
             return
+        if self._is_lean:
+            self.batches.forget()
+            self._budget.skip_step()
+            self._has_updated = self._was_lean = True
+            self._go_on()
+            return
         with self._budget.timed("row"):
             if "batch" in self._due:
                 ratio = self._guarded("sample", lambda collectors: self._sample.end())
@@ -419,16 +464,22 @@ class AttachedRecorder:
                 with self.batches.paused():
                     self._measure(collectors, due, self.step)
             self._end_budget_step()
-            self.step += 1
-            self._decide()
-            if self._is_due("reduction"):
-                self._guarded("reduction", lambda collectors: collectors.reduction.note_update())
+            self._go_on()
             if not self.batches.has_seen and not self.is_hosted:
                 self._close_row()  # no hook marks the beginning of the next batch
+
+    def _go_on(self) -> None:
+        """Begin the next step."""
+        self.step += 1
+        self._decide()
+        if self._is_due("reduction"):
+            self._guarded("reduction", lambda collectors: collectors.reduction.note_update())
 
     def _end_budget_step(self) -> None:
         budget = self._budget
         budget.end_step(self._due, self._forced)
+        # Other ranks would wait for the messages of a row, and the owner of a store writes all rows.
+        budget.spreads_rows = not (self._logs or self.is_hosted or is_shared()) and self.batches.may_rest
         if budget.is_plan_due:
             budget.plan(mean_over_ranks(budget.known(), (*self._every, *OF_UPDATE, "row", "step")))
 
@@ -469,7 +520,7 @@ class AttachedRecorder:
         """Write a row for each update that was not made."""
         unmade, self.batches.unmade = self.batches.unmade, []
         self._n_unmade += len(unmade)
-        rows: list[dict[str, float | Tensor]] = [seen.numbers() for seen in unmade]
+        rows: list[dict[str, float | Tensor]] = [seen.numbers() if seen.n_forwards else {} for seen in unmade]
         rows = of_first_rank([as_floats(row) for row in rows]) if is_agreed else rows
         logged: dict[str, float | Tensor] = {} if is_agreed else self._pending
         for row in rows:
@@ -499,7 +550,7 @@ class AttachedRecorder:
         self._rows.append(Row(step, numbers, self._changes, is_checked, has_batch, self._measured))
         is_urgent = is_checked or bool(self._changes) or self.is_hosted
         self._pending, self._changes, self._measured = {}, [], {}
-        if not (is_urgent or len(self._rows) >= _MOST_ROWS):
+        if not (is_urgent or len(self._rows) >= _MOST_ROWS or step - self._rows[0].step >= _LONGEST_WAIT):
             return
         if not are_late:
             self._publish_waiting()
@@ -559,7 +610,8 @@ class AttachedRecorder:
         if settings is not None and settings.waits:  # these metrics are the same on every rank
             logged = self._guarded("settings", lambda _: settings.logged_changes(step, numbers)) or ()
             changes = [*changes, *map(_plain_change, logged)]
-        if (step + 1) % _STATE_EVERY == 0 and not self.is_hosted:
+        if (step + 1) // _STATE_EVERY > self._kept and not self.is_hosted:
+            self._kept = (step + 1) // _STATE_EVERY
             self._keep_state()
         for setting, factor, message in changes:
             self.event("setting", step=step, source=setting, score=factor, message=message)

@@ -210,6 +210,10 @@ class BatchWatch:
         self.is_paused = False
         #: Whether the contents of the batches of the current update are examined, and not only counted.
         self.examines = True
+        #: Whether nothing is read of the current update, which has no row.
+        self.rests = False
+        #: Whether each backward pass so far was part of an update that was made.
+        self.is_plain = True
         self._timed = timed
         self.has_seen = False
         self.unmade: list[Seen] = []
@@ -263,6 +267,17 @@ class BatchWatch:
     def autocast(self) -> torch.dtype | None:
         """Dtype of autocast in the last forward pass; None if it was off."""
         return self._pass.autocast
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether updates may be left unread: their batches are seen, and no scaler skips some of them."""
+        return self.has_seen and self.is_plain and self._scaler.key is None
+
+    def forget(self) -> None:
+        """Forget the passes of an update that was left unread."""
+        self._passes = {}
+        if self._calls or self._seen or self._waiting:
+            self.take()
 
     def around_pass(self) -> AbstractContextManager[None]:
         """Return the context in which the model was last called in training."""
@@ -323,10 +338,12 @@ class BatchWatch:
             self._scaler.search()
             has_ended = True
         if has_ended:
+            self.is_plain = False
             self.unmade.append(self.take())
 
     def _discard(self) -> None:
         """Forget the counts since the last update, and their examples."""
+        self.is_plain = False
         self.take()
         self._contents = self._contents_before
 
@@ -344,9 +361,11 @@ class BatchWatch:
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._counts(module):
             return
-        with self._timed("row"):
+        with nullcontext() if self.rests else self._timed("row"):
             self.note_unmade()
             self._begin()
+            if self.rests:
+                return
             is_training = math.nan
             if self.examines:
                 if module not in self._modules:
@@ -359,6 +378,10 @@ class BatchWatch:
             self._calls[module] = Call(inputs, context, is_training)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.rests:
+            if not (self._passes or self.is_paused):
+                self._note_pass(output)
+            return
         if not self._counts(module) or module not in self._calls:
             return
         is_outermost = module is next(entrance for entrance in self._entrances if entrance in self._calls)
@@ -402,6 +425,20 @@ class BatchWatch:
             follow(tensor, arrive)
         if module.training:
             self._waiting.append((module, call))
+
+    def _note_pass(self, output: Any) -> None:
+        """Notice a backward pass of an update that is not read, which shows whether the update is skipped."""
+        reference = weakref.ref(self)
+
+        def arrive(gradient: Tensor | None) -> None:
+            watch = reference()
+            if watch is None or not watch.rests or watch._passes or not watch._handles:
+                return
+            watch._versions = versions_of(watch._optimized)
+            watch._passes[current_pass()] = Pass(None, {}, is_own=True)
+
+        for tensor in differentiable_in(output):
+            follow(tensor, arrive)
 
     def _arrive(self, module: nn.Module, call: Call, of_loss: Tensor | None, of_logits: Tensor | None) -> None:
         """Count a call when the first gradient arrives at its output, and read the labels from that of the logits."""

@@ -20,11 +20,14 @@ from workbench.monitors.probe_pass import PARTS as PROBED
 OF_UPDATE = ("alarms", "batch", "settings")
 #: Weight of these in the sum that the intervals minimize; other parts have 1. Most faults show first in them.
 _WEIGHT = 10.0
+#: Weight of the row of an update, which therefore is spread last, and the most updates between two rows.
+_WEIGHT_OF_ROW, LONGEST_ROW = 100.0, 10
 #: Latest costs of a part and durations of steps whose medians count.
 _N_COSTS, _N_STEPS = 5, 51
 #: Steps before the first plan and between two plans.
 _EVERY = 10
-#: Fraction of the budget for writing blocks of the store, and the least one for the parts, however much rows cost.
+#: Fraction of the budget for writing blocks of the store, and the least one for the parts if rows cannot be spread
+#: further.
 OF_STORE, _LEAST = 0.2, 0.5
 #: Parts of which one block is measured at a time once the whole is too expensive for its cadence, or if the model has
 #: more parameters than this, so that the first measurement is not longer than some steps.
@@ -58,7 +61,7 @@ class Cost:
         budget: Share of the training time that it may take; None if there is no limit.
         share: Time of observation over that of the training since the first plan of the cadences; NaN before it.
         step_seconds: Median duration of a step without observation.
-        parts: Cost of each part; ``row`` is what every update costs, ``store`` a block that is written.
+        parts: Cost of each part; ``row`` is the row of an update, ``store`` a block that is written.
 
     See Also:
         `workbench.watch`: Watches a run within a budget.
@@ -115,7 +118,9 @@ class Budget:
         self.share, self._device = share, device
         self._every = every  # which the user may change during the run
         self._fixed = {*self._base} if share is None else {*fixed}
-        self.interval = dict(self._base)
+        #: Whether updates of which nothing is examined may have no row.
+        self.spreads_rows = True
+        self.interval = {"row": 1, **self._base}
         #: Intervals longer than the cadence of their part.
         self.slowed: dict[str, int] = {}
         #: Parts that are measured block by block.
@@ -132,7 +137,8 @@ class Budget:
         self._observed = self._spent = self._passed = 0.0
         self._began: float | None = None
         self._batch: tuple[float, float] | None = None  # time at its beginning, and costs until then
-        self._n_steps = 0
+        self._n_steps = self._planned = 0
+        self._typical = math.nan  # duration of a step in the latest plan
         self._has_plan = False
         self._lock = threading.Lock()
 
@@ -166,6 +172,13 @@ class Budget:
                 self._latest[part] = at
                 self._next[part] = at - at % base + (base if part in passes[1:] else self.interval.get(part, base))
         return found
+
+    def row_is_due(self, step: int, due: Collection[str]) -> bool:
+        """Return whether the update of a step has a row, given the parts that are due after it."""
+        is_due = bool(due) or self.opens_window("attention", step) or step + 1 >= self._next.get("row", 0)
+        if is_due:
+            self._next["row"] = step + 1 + self.interval["row"]
+        return is_due
 
     def opens_window(self, part: str, step: int) -> bool:
         """Return whether a part that compares weights over its cadence needs those after the update of a step."""
@@ -218,10 +231,18 @@ class Budget:
         self._began = now
         self._n_steps += 1
 
+    def skip_step(self) -> None:
+        """End a step without a row; what was observed in it, such as the row before, is a cost of the next one."""
+        with self._lock:
+            observed, self._observed = self._observed, 0.0
+        self._spent, self._passed = self._spent + observed, self._passed + self._typical
+        self._began, self._batch = run_output.stopwatch(), None
+        self._n_steps += 1
+
     @property
     def is_plan_due(self) -> bool:
         """Whether the intervals are to be chosen again, which is so at the same steps on all ranks."""
-        return self.share is not None and self._n_steps % _EVERY == 0
+        return self.share is not None and self._n_steps >= self._planned + _EVERY
 
     def known(self) -> dict[str, float]:
         """Return the known costs, in seconds, and the duration of a step as ``step``."""
@@ -231,16 +252,22 @@ class Budget:
 
     def plan(self, known: Mapping[str, float]) -> None:
         """Choose the intervals for known costs."""
+        self._planned = self._n_steps
         if self.share is None or math.isnan(known.get("step", math.nan)):
             return
         allowed, base = (1 - OF_STORE) * self.share * known["step"], self._base
         of_fixed = sum(known.get(part, 0.0) / base[part] for part in self._fixed & base.keys())
-        rest = max(allowed - known.get("row", 0.0) - of_fixed, _LEAST * allowed)
-        ideal = intervals({p: (known[p], b) for p, b in base.items() if p in known and p not in self._fixed}, rest)
+        rest, row = allowed - of_fixed, known.get("row", 0.0)
+        parts = {p: (known[p], b) for p, b in base.items() if p in known and p not in self._fixed}
+        of_row = intervals(parts | {"row": (row, 1)}, max(rest, 1e-9))["row"] if self.spreads_rows else 1.0
+        self._follow("row", of_row := min(of_row, LONGEST_ROW), 1)
+        self.interval["row"] = min(self.interval["row"], LONGEST_ROW)
+        rest -= row / of_row
+        if not self.spreads_rows or of_row == LONGEST_ROW:
+            rest = max(rest, _LEAST * allowed)
+        ideal = intervals(parts, rest)
         for part, n in ideal.items():
-            now = self.interval.setdefault(part, base[part])  # the user may have switched it on since
-            if not _SHORTER <= n / now <= _LONGER or n == base[part]:
-                self.interval[part] = rounded(n, base[part])
+            self._follow(part, n, base[part])
         for part in self._passes[1:]:
             self.interval[part] = max(base[part], self.interval[self._passes[0]])
         for part in _IN_TURN:
@@ -248,16 +275,24 @@ class Budget:
                 self.in_turn.add(part)
                 self._costs.pop(part, None)  # another rank may have measured it alone
                 self._first.discard(part)
-        self._has_plan = True
+        self._has_plan, self._typical = True, known["step"]
         named = [*ideal, *self._passes[1:]]
         self.slowed = {part: self.interval[part] for part in named if self.interval[part] > base[part]}
+        if self.interval["row"] > 1:
+            self.slowed["rows"] = self.interval["row"]
+
+    def _follow(self, part: str, ideal: float, base: int) -> None:
+        """Set the interval of a part to the ideal one, unless it is close to that already."""
+        now = self.interval.setdefault(part, base)  # the user may have switched it on since
+        if not _SHORTER <= ideal / now <= _LONGER or ideal == base:
+            self.interval[part] = rounded(ideal, base)
 
     def cost(self) -> Cost:
         """Return what observation has cost so far."""
         known = self.known()
         share = self._spent / self._passed if self._passed > 0 else math.nan
-        every = {**self.interval, "row": 1}
-        parts = {p: PartCost(known.get(p, math.nan), every.get(p), total) for p, total in self._total.items()}
+        every, totals = self.interval, self._total.items()
+        parts = {part: PartCost(known.get(part, math.nan), every.get(part), total) for part, total in totals}
         return Cost(self.share, share, known.get("step", math.nan), parts)
 
     def _note(self, part: str, seconds: float) -> None:
@@ -321,7 +356,7 @@ def intervals(parts: Mapping[str, tuple[float, int]], allowed: float) -> dict[st
         same multiple of sqrt(b c / w).
     """
     found = {part: float(base) for part, (_, base) in parts.items()}
-    weights = {part: _WEIGHT if part in OF_UPDATE else 1.0 for part in parts}
+    weights = {part: _WEIGHT_OF_ROW if part == "row" else _WEIGHT if part in OF_UPDATE else 1.0 for part in parts}
     free = {part: math.sqrt(weights[part] * cost / base) for part, (cost, base) in parts.items() if cost > 0}
     while free and allowed > 0:
         factor = sum(free.values()) / allowed

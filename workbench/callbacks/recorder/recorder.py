@@ -85,8 +85,9 @@ class Recorder:
             ``attention`` it is also the number of updates over which queries and keys are compared.
         budget: Share of the training time that the recorder may take, kept by measuring what each part costs on this
             machine: parts are measured less often, and contents of batches, norms, settings and alarms are examined
-            only at some updates. The loss of every update is recorded, which takes up to a millisecond. None sets no
-            limit.
+            only at some updates. If the rows of all updates, with loss and learning rate, cost more than that, only
+            every second to tenth update has one, unless the loop logs metrics, scales its losses or runs on several
+            ranks. None sets no limit.
         probe: Inputs on which activations, attention and routing are measured, a few examples; None for the first
             examples of the first batch. All measurements use the same inputs.
         n_probe_tokens: Approximate number of tokens to take from the first batch.
@@ -261,6 +262,8 @@ class Recorder:
             run=run,
             is_hosted=host is not None,
         )
+        if step and stored:
+            self._attached._keep_state()  # that in the store may be one of a later step, whose rows were dropped
         return self._attached
 
     def prepare(self, model: Subject | nn.Module, inputs: Any) -> None:
@@ -360,13 +363,17 @@ class Recorder:
             )
 
     def _stored_state(self) -> dict[str, Any]:
-        """Return the state of the recorder in its store, and ``n_rows``, the step after its last row; on each rank."""
+        """Return the state of the recorder in its store, and ``n_rows``, the step after its last one; on each rank.
+
+        Updates after the last row may have none.
+        """
         state: dict[str, Any] = {}
         if self.path is not None and is_first() and self.path.exists():
             run = open_run(self.path)
             state = json.loads(run.attrs.get("recorder_state", "{}"))
             if "monitors" in run.children and run["monitors"].sizes.get("step"):
-                state["n_rows"] = int(run.children["monitors"].to_dataset()["step"].values[-1]) + 1
+                n_rows = int(run.children["monitors"].to_dataset()["step"].values[-1]) + 1
+                state["n_rows"] = max(n_rows, state.get("step", 0))
         return of_first_rank(state)
 
     def _check_free(self, what: str) -> None:
