@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from workbench.callbacks.alarms.replaying import replay
-from workbench.callbacks.recorder.budget import OF_UPDATE, Budget, intervals, rounded
+from workbench.callbacks.recorder.budget import LONGEST_ROW, OF_UPDATE, Budget, intervals, rounded
 from workbench.callbacks.recorder.options import CADENCE
 from workbench.io import run_output
 
@@ -121,6 +121,68 @@ def test_without_a_limit_every_part_keeps_its_cadence(clock):
     assert due_at["attention"] == [*range(9, 100, 10)]
     assert due_at["reduction"] == [*range(4, 100, 5)]
     assert due_at["alarms"] == [*range(100)]
+
+
+def rows_of(clock, budget, *, n_steps=3000, step=0.02, row=0.001, costs=PARTS):
+    """Run a training whose updates may have no row; returns the steps with a row, and those at which a part was due."""
+    rows, with_parts = [], []
+    for i in range(n_steps):
+        due = budget.due(i, i, lambda part: True)
+        has_row = budget.row_is_due(i, due)
+        budget.begin_batch()
+        clock.now += step
+        if not has_row:
+            budget.skip_step()
+            continue
+        rows.append(i)
+        with_parts += [i] if due else []
+        with budget.timed("row"):
+            clock.now += row
+            for part in due & costs.keys():
+                with budget.timed(part):
+                    clock.now += costs[part]
+        budget.end_step(due)
+        if budget.is_plan_due:
+            budget.plan(budget.known())
+    return rows, with_parts
+
+
+@pytest.mark.parametrize("step", [0.004, 0.02, 0.1, 10.0])
+def test_rows_are_spread_last_and_at_most_ten_updates_apart(clock, step):
+    budget = budget_of(0.02)
+    rows, with_parts = rows_of(clock, budget, step=step)
+    interval = budget.cost().parts["row"].every
+    gaps = np.diff(rows)
+    assert gaps.max() <= LONGEST_ROW
+    assert set(with_parts) <= set(rows)
+    assert gaps[-100:].max() == interval or interval == 1
+    assert budget.slowed.get("rows", 1) == interval
+    known = budget.known()
+    assert known["step"] == pytest.approx(step)
+    assert known["row"] == pytest.approx(0.001)
+    assert interval == 1 or interval < min(budget.slowed[part] for part in ("alarms", "batch"))
+    assert (interval == 1) == (step == 10.0)
+    assert (interval == LONGEST_ROW) == (step == 0.004)
+    if step >= 0.02:
+        assert budget.cost().share <= 0.03  # some of which was spent before the costs were known
+
+
+def test_rows_that_cannot_be_spread_keep_their_cadence(clock):
+    budget = budget_of(0.02)
+    budget.spreads_rows = False
+    rows, _ = rows_of(clock, budget, n_steps=500)
+    assert rows == [*range(500)]
+    assert "rows" not in budget.slowed
+
+
+def test_an_update_at_which_a_window_opens_has_a_row(clock):
+    budget, opened = budget_of(0.02), []
+    rows_of(clock, budget, n_steps=100)
+    for i in range(100, 2000):
+        due = budget.due(i, i, lambda part: True)
+        opened += [i] if budget.opens_window("attention", i) else []
+        assert budget.row_is_due(i, due) or (not due and i not in opened)
+    assert opened
 
 
 def test_a_part_whose_cadence_is_fixed_keeps_it_and_the_others_pay(clock):
@@ -285,6 +347,181 @@ def test_a_loss_that_is_not_finite_does_not_wait_for_its_turn(watched_run):
 def test_the_training_is_identical_whatever_is_examined(watched_run, clock):
     losses = [watched_run(120, f"{share}.zarr", budget=share)[1]["monitors"]["loss"].values for share in (0.001, None)]
     np.testing.assert_array_equal(*losses)
+
+
+def lean_loop(clock, model, optimizer, n_steps, *, each=lambda i, loss: None, breaks=lambda i: False, step=0.004):
+    """Train in a loop that logs nothing, with steps of 4 ms; returns the losses of all updates."""
+    task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
+    losses = []
+    for i in range(n_steps):
+        inputs, targets = task.batch(i)
+        loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        clock.now += step
+        losses.append(loss.item())
+        if not breaks(i):
+            optimizer.step()
+        each(i, loss)
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.fixture
+def lean_run(clock, tmp_path):
+    """Function that watches a loop whose rows cost more than the budget; returns the watch, its run and all losses."""
+    clock.tick = 5e-5
+
+    def run(n_steps, name="lean.zarr", *, act=lambda watched, i, loss: None, breaks=lambda i: False, **options):
+        model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with wb.watch(model, optimizer, store=tmp_path / name, shows=False, **options) as watched:
+            losses = lean_loop(
+                clock, model, optimizer, n_steps, each=lambda i, loss: act(watched, i, loss), breaks=breaks
+            )
+        return watched, wb.open_run(tmp_path / name), np.array(losses), model
+
+    return run
+
+
+def test_updates_without_a_row_change_nothing_and_rows_have_the_right_steps_and_losses(lean_run):
+    watched, run, losses, model = lean_run(400)
+    monitors = run["monitors"].to_dataset()
+    steps = monitors["step"].values
+    assert watched.cost.parts["row"].every == LONGEST_ROW
+    assert len(steps) < 200
+    assert np.diff(steps).max() <= LONGEST_ROW
+    np.testing.assert_allclose(monitors["loss"].values, losses[steps], rtol=1e-6)
+    assert np.isfinite(monitors["learning_rate"].values).all()
+    assert (monitors["batch_size"].values == 8).all()
+    assert (monitors["is_skipped"].values == 0).all()
+    assert watched.status.step == 399
+    assert f"rows every {LONGEST_ROW} updates" in watched.status.as_html()
+    assert json.loads(run.attrs["recorder_state"])["step"] == 400
+    assert set(run["monitors"]["examined"].values.tolist()) == {0.0, 1.0, 2.0}
+    for part in ("attention", "optimizer", "reduction"):
+        assert set(run[part]["step"].values.tolist()) <= set(steps.tolist())
+    _, every, of_every, other = lean_run(400, "every.zarr", budget=None)
+    assert every["monitors"]["step"].values.tolist() == [*range(400)]
+    np.testing.assert_array_equal(losses, of_every)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_run_with_few_rows_is_diagnosed_and_shown(lean_run):
+    _, run, _, _ = lean_run(400)
+    assert wb.diagnose(run) is not None
+    timeline = wb.widgets.Timeline(run)
+    assert timeline is not None
+
+
+def is_lean(watched):
+    return watched._attached.batches.rests
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_metrics_that_are_logged_end_it_and_belong_to_their_update(clock, tmp_path, is_before):
+    clock.tick = 5e-5
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
+    logged_at = None
+    with wb.watch(model, optimizer, store=tmp_path / "a.zarr", shows=False) as watched:
+        for i in range(200):
+            inputs, targets = task.batch(i)
+            loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            now = logged_at is None and i > 100 and is_lean(watched)
+            if now and is_before:
+                watched.log(accuracy=0.25)
+                logged_at = i
+            clock.now += 0.004
+            optimizer.step()
+            optimizer.zero_grad()
+            if now and not is_before:
+                watched.log(accuracy=0.25)
+                logged_at = i
+    monitors = wb.open_run(tmp_path / "a.zarr")["monitors"].to_dataset()
+    steps = monitors["step"].values
+    assert steps[steps < logged_at].size < logged_at
+    assert steps[steps >= logged_at].tolist() == [*range(logged_at, 200)]
+    accuracy = monitors["accuracy"].values
+    assert steps[np.isfinite(accuracy)].tolist() == [logged_at]
+    assert np.isfinite(monitors["loss"].values[steps > logged_at]).all()
+    assert "rows" not in watched.status.slowed
+
+
+def test_an_update_that_is_skipped_is_counted_and_ends_it(lean_run):
+    _, run, losses, _ = lean_run(300, breaks=lambda i: i == 205)
+    monitors = run["monitors"].to_dataset()
+    steps = monitors["step"].values
+    assert len(steps[steps < 205]) < 150
+    assert steps[steps >= 205].tolist() == [*range(205, 300)]
+    assert steps[monitors["is_skipped"].values == 1].tolist() == [205]
+    known = np.isfinite(monitors["loss"].values)
+    np.testing.assert_allclose(monitors["loss"].values[known], losses[steps[known]], rtol=1e-6)
+
+
+def test_with_a_gradient_scaler_all_updates_have_a_row(clock, tmp_path):
+    clock.tick = 5e-5
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
+    with wb.watch(model, optimizer, store=tmp_path / "a.zarr", shows=False):
+        for i in range(100):
+            inputs, targets = task.batch(i)
+            loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            scaler.scale(loss).backward()
+            clock.now += 0.004
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert wb.open_run(tmp_path / "a.zarr")["monitors"]["step"].values.tolist() == [*range(100)]
+
+
+def test_accumulated_batches_count_fully_in_the_rows(clock, tmp_path):
+    clock.tick = 5e-5
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    task = wb.tasks.associative_recall(length=8, vocab_size=16, n_pairs=2, batch_size=8)
+    with wb.watch(model, optimizer, store=tmp_path / "a.zarr", shows=False):
+        for i in range(400):
+            inputs, targets = task.batch(i)
+            loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            (loss / 2).backward()
+            clock.now += 0.002
+            if i % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    monitors = wb.open_run(tmp_path / "a.zarr")["monitors"].to_dataset()
+    assert len(monitors["step"]) < 120
+    assert (monitors["batch_size"].values == 16).all()
+    assert (monitors["is_skipped"].values == 0).all()
+
+
+@pytest.mark.parametrize("n_steps", [101, 106, 113])
+def test_a_run_is_resumed_after_its_last_update_though_that_has_no_row(clock, tmp_path, n_steps):
+    clock.tick = 5e-5
+    model = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2, vocab_size=16, max_length=8, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for n in (n_steps, 20):
+        with wb.watch(model, optimizer, store=tmp_path / "a.zarr", shows=False, resume=True) as watched:
+            lean_loop(clock, model, optimizer, n)
+            watched.recorder._attached.flush()
+    run = wb.open_run(tmp_path / "a.zarr")
+    assert n_steps in run["monitors"]["step"].values
+    assert json.loads(run.attrs["recorder_state"])["step"] == n_steps + 20
+
+
+def test_a_loss_that_is_not_finite_is_noticed_at_the_next_row(lean_run):
+    def act(watched, i, loss):
+        if i == 250:
+            for p in watched._attached._optimizer.parameters:
+                p.data.fill_(math.nan)
+
+    watched = lean_run(300, act=act)[0]
+    first = watched.alarms.raised[0]
+    assert first.signal == "loss"
+    assert 251 <= first.step <= 250 + LONGEST_ROW
 
 
 @pytest.mark.parametrize("budget", [0, 1.0, -0.1, "a", True])

@@ -95,9 +95,9 @@ class AttachedRecorder:
     On an accelerator the values of some rows are copied together, without waiting, and the rows follow a few updates
     later, each with its step. With several ranks the rows of updates between two measurements wait for one message.
 
-    If the rows of all updates cost more than the budget, updates after which nothing is measured may have none; at least
-    every tenth update has one. This is not so with several ranks, with a gradient scaler or in a loop that has skipped
-    an update, and ends for good with the first call of `log` or `finish_step`.
+    If the rows of all updates cost more than the budget, updates after which nothing is measured may have none; at
+    least every tenth update has one. This is not so with several ranks, with a gradient scaler or in a loop that has
+    skipped an update, and ends for good with the first call of `log` or `finish_step`.
 
     Metrics passed to `log` belong to the update of the batch that passed through the model last: before
     ``optimizer.step()`` to the next update, and afterwards, until the next batch begins, to the update just done.
