@@ -550,12 +550,15 @@ class AttachedRecorder:
         self._rows.append(Row(step, numbers, self._changes, is_checked, has_batch, self._measured))
         is_urgent = is_checked or bool(self._changes) or self.is_hosted
         self._pending, self._changes, self._measured = {}, [], {}
-        if not (is_urgent or len(self._rows) >= _MOST_ROWS or step - self._rows[0].step >= _LONGEST_WAIT):
-            return
+        departs = is_urgent or len(self._rows) >= _MOST_ROWS or step - self._rows[0].step >= _LONGEST_WAIT
         if not are_late:
-            self._publish_waiting()
+            if departs:
+                self._publish_waiting()
             return
-        self._depart()
+        if departs:
+            self._depart()
+        elif is_shared():  # a copy is read at the same steps on all ranks
+            return
         while self._flights and self._flights[0].rows[-1].step <= step - (_LAG if self._is_late else 0):
             self._land(is_joint=is_shared())
 
