@@ -104,7 +104,7 @@ def diagnose(
           checkpoint or several symptoms);
         - ``experiments`` (dim ``experiment``, in order of information per cost): ``cause``, ``title``, ``change``,
           ``n_steps``, ``from_step``, the expected outcomes, ``cost`` and ``information``;
-        - ``unseen`` (dim ``unseen``, faults that this record does not show): ``check`` (how to find each by hand).
+        - ``unseen`` (dim ``unseen``, faults that this record does not show): ``check`` (the contract that tests each).
 
     Raises:
         StoreError: If there is no run at the path.
@@ -268,7 +268,7 @@ def answer_of(
             answer += f" {when} closest are {listed(known[:_N_FOUND])}." if known else ""
         answer += (
             f"{about.get('not_recorded', '')} Not visible in this record: {about.get('unseen', 'other faults')}. "
-            'tree["unseen"] states how to check each; wb.assess(model, task) measures the design itself.'
+            "workbench check -- python train.py tests them; wb.assess(model, task) measures the design itself."
         )
     by_kind = {
         kind: math.fsum(p for cause, p in probability.items() if ALL_CAUSES[cause].kind == kind) for kind in CauseKind

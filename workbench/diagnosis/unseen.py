@@ -1,4 +1,4 @@
-"""Faults that no record shows, or not this one, each with the check by hand that finds it."""
+"""Faults that no record shows, or not this one, each with the contract that tests it."""
 
 from __future__ import annotations
 
@@ -79,47 +79,36 @@ def _is_summed(record: Record) -> bool:
     return weight is None or not abs(np.nanmedian(weight) - 1) < 0.01
 
 
-#: Fault, the check that finds it, and whether it is possible in a run whose labels do not decide it.
+#: Fault, the contract that tests it (or how to find it by hand), and whether it is possible in a run whose labels do
+#: not decide it.
 UNSEEN: tuple[tuple[str, str, Callable[[Record], bool]], ...] = (
-    ("labels shifted twice", "Print each label next to the input tokens: output i is compared with token i + 1. Models "
-     "of transformers shift the labels themselves.", _is_language_model),
-    ("a missing causal mask", "Change the last token of an input: no output before it may move.",
-     lambda of: _is_language_model(of) and of.every("lookahead") is None),
-    ("padding in the loss", "Replace padding by other tokens: neither loss nor outputs of the other tokens may move.",
-     _has_tokens),
-    ("ends of texts without a label", "Count the labels that are the end-of-text token: one for each complete text.",
-     _is_language_model),
-    ("fully masked attention rows", "Sum the attention mask over keys: at least 1 for each query that counts.",
-     _has_tokens),
-    ("packed texts that see each other", "Change one text of a packed example: no output of the others may move.",
-     _is_language_model),
-    ("missing or rounded positions", "Swap two tokens of a long input: its last output must move. Compute rotary "
-     "angles in float32.", _has_tokens),
+    ("labels shifted twice", "labels_aligned", _is_language_model),
+    ("a missing causal mask", "causal", lambda of: _is_language_model(of) and of.every("lookahead") is None),
+    ("padding in the loss", "padding_ignored", _has_tokens),
+    ("ends of texts without a label", "labels_present", _is_language_model),
+    ("padding that is read", "mask_respected", _has_tokens),
+    ("packed texts that see each other", "examples_independent", _is_language_model),
+    ("missing positions", "order_matters", _has_tokens),
     ("wrong labels or tokenizer", "Decode ten examples of a batch with their labels, and read them.", lambda of: True),
-    (f"data repeated after {_REMEMBERED:,} examples", "Count how often each example is drawn, over all workers and "
-     "across a restart.", _are_many),
-    ("means over unequal micro-batches", "Compute the loss of one update by hand: the sum over all its labels, divided "
-     "by their number.", lambda of: True),
-    ("gradients of a scaled or summed loss", "Print loss_weight of the part monitors: 1 for the mean loss, n for the "
-     "sum of n micro-batches, the loss scale if nothing removes it.", _is_summed),
+    (f"data repeated after {_REMEMBERED:,} examples", "batches_differ", _are_many),
+    ("means over unequal micro-batches", "accumulation", lambda of: True),
+    ("gradients of a scaled or summed loss", "accumulation", _is_summed),
+    ("parameters that the optimizer does not hold", "optimizer_covers", lambda of: True),
     ("weight decay on norms and biases", "Print weight_decay and the shapes of the parameters of each group in "
      "optimizer.param_groups.", lambda of: True),
-    ("dropout that differs in recomputed activations", "Compute the gradient of one batch with and without "
-     "checkpointing from the same seed: they must be equal.", lambda of: _may_have(of, "drop")),
-    ("experts without a balance loss", "Count the tokens of a batch that each expert receives.",
+    ("dropout that differs in recomputed activations", "recompute", lambda of: _may_have(of, "drop")),
+    ("experts without a balance loss", "balance_loss",
      lambda of: "router" not in of.parts and _may_have(of, "expert")),
-    ("a schedule of wrong length or unit", "Plot learning_rate of the part monitors: it changes at every update, and "
-     "ends where you want it to.", lambda of: not of.setting("training")),
-    ("a restart without the optimizer's state", "Save, load and make one update: loss and gradient norm must be those "
-     "without a restart.", lambda of: bool(of.events_of("resumed"))),
+    ("a schedule of wrong length or unit", "schedule", lambda of: not of.setting("training")),
+    ("a restart without the optimizer's state", "resume", lambda of: bool(of.events_of("resumed"))),
 )  # fmt: skip
 
 
 def unseen_in(record: Record) -> xr.Dataset:
-    """Return the faults that this record does not show, dim ``unseen``, with the check by hand of each."""
+    """Return the faults that this record does not show, dim ``unseen``, with the contract that tests each."""
     import xarray as xr
 
     decided = labels_of_probe(record)
     rows = [(what, how) for what, how, is_possible in UNSEEN if is_possible(record) and what not in decided]
-    about = {"long_name": "check", "units": "", "meaning": "how to find the fault by hand"}
+    about = {"long_name": "check", "units": "", "meaning": "contract of wb.check that tests it, or how to find it"}
     return xr.Dataset({"check": ("unseen", [how for _, how in rows], about)}, {"unseen": [what for what, _ in rows]})
