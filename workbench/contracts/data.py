@@ -75,7 +75,7 @@ def labels_aligned(lab: Lab) -> Result:
     if shift == 1:
         return passed(f"Labels are the next tokens (agreement {found[1]:.3g}, where 0 is chance and 1 all positions).")
     # Of tokens that are masked at random, some are kept as they are.
-    copies = found[0] >= 0.5 and lab.labels.n_classes >= _n_ids(lab)
+    copies = found[0] >= max(0.5, found[1]) and lab.labels.n_classes >= _n_ids(lab)
     if shift is None and not copies:
         return not_applicable("The labels are no tokens of the input at a fixed distance.")
     if shift == 0 or copies:
@@ -256,6 +256,8 @@ def padding_ignored(lab: Lab) -> Result:
     """
     if lab.labels.labels.ndim != 2:
         return not_applicable("The loss has one label for each example.")
+    if "labels_aligned" in lab.failed:
+        raise NotTestedError("the labels belong to other positions")
     is_padding, how = padding_mask(lab)
     if not is_padding.any():
         return not_applicable("The batch has no padding.")

@@ -68,41 +68,6 @@ def causal(lab: Lab) -> Result:
     )
 
 
-@contract("order_matters")
-def order_matters(lab: Lab) -> Result:
-    """Does an output change when earlier tokens change places?
-
-    The last output is compared for the batch and for one in which all tokens before it are in another order.
-    """
-    tokens = lab.tokens
-    n = tokens.shape[1]
-    if n < 4:
-        raise NotTestedError("the examples have fewer than four tokens")
-    is_padding, _ = padding_mask(lab)
-    generator = torch.Generator().manual_seed(0)
-    order = torch.cat([torch.randperm(n - 1, generator=generator), torch.tensor([n - 1])]).to(tokens.device)
-    usable = ~is_padding.any(1)
-    if not usable.any():
-        raise NotTestedError("all examples have padding")
-    new = lab.logits(lab.call, *lab.with_tokens(lab.call, tokens[:, order]))
-    base = lab.base
-    if base.shape[:2] == tokens.shape:
-        change = (new[:, -1] - base[:, -1]).abs()
-    elif base.shape[0] == tokens.shape[0]:
-        change = (new - base).abs()
-    else:
-        raise NotTestedError("the outputs do not belong to the examples")
-    largest = float(change[usable.to(change.device)].amax())
-    if largest > lab.rounding(base):
-        return passed(f"Tokens in another order change the last output by {number_in_words(largest)}.")
-    return failed(
-        f"Tokens in another order change the last output by {number_in_words(largest)}, which rounding explains: the "
-        "model does not see positions.",
-        where="position embeddings",
-        remedy="add the position embeddings to the states, or pass position_ids.",
-    )
-
-
 @contract("examples_independent")
 def examples_independent(lab: Lab) -> Result:
     """Do outputs of an example change when another example changes, in eval mode, and is each compared with its target?
@@ -115,36 +80,37 @@ def examples_independent(lab: Lab) -> Result:
     old, is_ids = _inputs(lab)
     if old.shape[0] < 2:
         raise NotTestedError("the batch has one example")
-    # In the middle, since a recurrence over examples reaches only those on one side.
-    new, i = old.clone(), old.shape[0] // 2
-    new[i] = _other(old, lab)[i] if is_ids else old[i].flip(0) * 1.5 + 0.5 * old.std()
+    # All but one in the middle change, since a recurrence reaches only examples on one side, and a maximum is one's.
+    i = old.shape[0] // 2
     others = [j for j in range(len(old)) if j != i]
+    new = _other(old, lab) if is_ids else 4 * old.flip(-1) + old.std()
+    new[i] = old[i]
     base, moved = lab.outputs(call), lab.outputs(call, *lab._with(call, old, new))
     pairs = [(a, b) for a, b in zip(base, moved, strict=True) if a.ndim > 1 and a.shape[0] == old.shape[0]]
     if not pairs:
         raise NotTestedError("no output has an entry for each example")
-    here = max(float((a[others] - b[others]).abs().amax()) for a, b in pairs)
-    there = max(float((a[i] - b[i]).abs().amax()) for a, b in pairs)
+    here = max(float((a[i] - b[i]).abs().amax()) for a, b in pairs)
+    there = max(float((a[others] - b[others]).abs().amax()) for a, b in pairs)
     limit = max(max(lab.rounding(a) for a, _ in pairs), 1e-6 * there)
     if here > limit:
         return failed(
-            f"Another example {i} changes the outputs of the others by {number_in_words(here)}, "
-            f"{100 * here / max(there, 1e-30):.2g} % of the change of its own.",
-            where=_first_moved(lab, old, new, lambda state: state[others]) or "a module that mixes examples",
+            f"Other examples change the outputs of example {i} by {number_in_words(here)}, "
+            f"{100 * here / max(there, 1e-30):.2g} % of the change of their own.",
+            where=_first_moved(lab, old, new, lambda state: state[i : i + 1]) or "a module that mixes examples",
             remedy="normalize over features, and keep the axis of examples in every reshape.",
         )
     if there <= limit:
         if max(float(a.abs().amax()) for a, _ in pairs) <= limit:
             raise NotTestedError("the outputs are 0")
         return failed(
-            f"Another example {i} changes no output, not even its own.",
-            where=_last_moved(lab, old, new, i),
+            "Other examples change no output, not even their own.",
+            where=_last_moved(lab, old, new, others[0]),
             remedy="attend over tokens, not over examples (batch_first), and read the outputs from the states.",
         )
     if is_ids and (packed := _documents(lab, old)) is not None:
         return packed
     return passed(
-        f"Another example {i} changes its own outputs by {number_in_words(there)} and the others by "
+        f"Other examples change their own outputs by {number_in_words(there)}, and those of example {i} by "
         f"{number_in_words(here)}."
     )
 
@@ -287,4 +253,41 @@ def mask_respected(lab: Lab) -> Result:
         f"Other ids in the padding ({how}) change outputs of tokens by {number_in_words(change)}.",
         where="attention_mask" if is_passed else f"the call of the model, without a mask ({lab.call.line})",
         remedy="use the mask in every attention, with its sign and type." if is_passed else "pass attention_mask.",
+    )
+
+
+@contract("order_matters")
+def order_matters(lab: Lab) -> Result:
+    """Does an output change when earlier tokens change places?
+
+    The last output is compared for the batch and for one in which all tokens before it are in another order.
+    """
+    if lab.failed & {"causal", "examples_independent"}:
+        raise NotTestedError("what the outputs depend on is known to be wrong")
+    tokens = lab.tokens
+    n = tokens.shape[1]
+    if n < 4:
+        raise NotTestedError("the examples have fewer than four tokens")
+    is_padding, _ = padding_mask(lab)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.cat([torch.randperm(n - 1, generator=generator), torch.tensor([n - 1])]).to(tokens.device)
+    usable = ~is_padding.any(1)
+    if not usable.any():
+        raise NotTestedError("all examples have padding")
+    new = lab.logits(lab.call, *lab.with_tokens(lab.call, tokens[:, order]))
+    base = lab.base
+    if base.shape[:2] == tokens.shape:
+        change = (new[:, -1] - base[:, -1]).abs()
+    elif base.shape[0] == tokens.shape[0]:
+        change = (new - base).abs()
+    else:
+        raise NotTestedError("the outputs do not belong to the examples")
+    largest = float(change[usable.to(change.device)].amax())
+    if largest > lab.rounding(base):
+        return passed(f"Tokens in another order change the last output by {number_in_words(largest)}.")
+    return failed(
+        f"Tokens in another order change the last output by {number_in_words(largest)}, which rounding explains: the "
+        "model does not see positions.",
+        where="position embeddings",
+        remedy="add the position embeddings to the states, or pass position_ids.",
     )

@@ -37,12 +37,14 @@ class Lab:
         seen: The observed training.
 
     Attributes:
+        failed: Contracts that are known to be broken, whose consequences other experiments would show.
         n_passes: Number of passes made so far; a pass of part of a batch counts in part.
     """
 
     def __init__(self, seen: Observer) -> None:
         self.seen, self.n_passes = seen, 0.0
         self._runs_in_float32 = True
+        self.failed: set[str] = set()
 
     @cached_property
     def calls(self) -> list[Call]:
@@ -299,6 +301,8 @@ def all_results(seen: Observer, accepted: tuple[str, ...] = ()) -> list[Result]:
         except Exception as error:  # noqa: BLE001  (models are of any kind, and the other contracts can be tested)
             words = str(error).strip().splitlines()
             result = not_tested(f"The experiment ended with {type(error).__name__}: {words[0] if words else ''}.")
+        if result.status is Status.FAILED:
+            lab.failed.add(id)
         if id in accepted and result.status is Status.FAILED:
             result = replace(result, status=Status.ACCEPTED)
         found.append(replace(result, id=id, seconds=time.perf_counter() - start))
