@@ -35,6 +35,8 @@ _MOST_BYTES = 1 << 28
 _N_SAMPLED, _MOST_SAMPLED = 8, 1 << 18
 #: Most tensors of an output whose gradients are read.
 _MOST_OUTPUTS = 8
+#: Most calls without gradient that are noted.
+_MOST_LOOKS = 4096
 
 
 @dataclass(eq=False)
@@ -56,6 +58,7 @@ class Call:
         loss: A loss in the output; None without.
         line: Line of the script that made the call.
         reached: Whether a backward pass reached the output.
+        has_nan: Whether an output has NaN.
     """
 
     module: nn.Module
@@ -73,11 +76,45 @@ class Call:
     output_shapes: list[tuple[int, ...]] = field(default_factory=list)
     loss: float | None = None
     reached: bool = False
+    has_nan: bool = False
 
     @property
     def token_labels(self) -> TokenLabels | None:
         """Labels of the cross entropy that is differentiated; None if there is none, or its gradient was not read."""
         return next((each for each in self.labels.values() if each.is_cross_entropy), None)
+
+
+@dataclass(eq=False)
+class Look:
+    """One call without gradient of a module that no other module calls: an evaluation, a teacher, a sample.
+
+    Attributes:
+        call: The call; its inputs are kept for the first of each module in each mode.
+        is_frozen: Whether no parameter of the module requires a gradient.
+        line: Line of the script that made it.
+        name: Name of the module in the script; that of its class if it has none.
+        version: How often the parameters had been written to.
+        momenta: Momenta of its norms over the batch.
+        key: Hash of its first tensor, by which repeated inputs are recognized.
+    """
+
+    call: Call
+    is_frozen: bool
+    line: str
+    name: str
+    version: int
+    momenta: tuple[float | None, ...]
+    key: int = 0
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A change of the mode of a module, with the line of the script, and whether a package made it there."""
+
+    module: nn.Module
+    training: bool
+    line: str
+    by_library: bool
 
 
 @dataclass(eq=False)
@@ -93,6 +130,7 @@ class Backward:
         after: The same afterwards.
         tape: Record of the operations from the outputs of the calls to the loss; None if it was not recorded.
         line: Line of the script that began it.
+        is_finite: Whether no value that is differentiated is infinite or NaN.
     """
 
     update: int
@@ -103,6 +141,7 @@ class Backward:
     after: np.ndarray
     tape: Tape | None
     line: str
+    is_finite: bool = True
 
 
 @dataclass(eq=False)
@@ -168,6 +207,9 @@ class Observer:
         passes: Backward passes.
         updates: Updates of optimizers.
         acts: Clippings, steps of schedules and of gradient scalers.
+        looks: Calls without gradient.
+        modes: Changes of modes by ``train()`` and ``eval()``.
+        interrupted: The call before which the experiments are made; None at the end of a script.
         called: All modules that were called in training.
         parameters: Parameters with their names, in the order of the arrays of norms.
     """
@@ -178,6 +220,9 @@ class Observer:
         self.passes: list[Backward] = []
         self.updates: list[Update] = []
         self.acts: list[Act] = []
+        self.looks: list[Look] = []
+        self.modes: list[Mode] = []
+        self.interrupted: Call | None = None
         self.called: set[nn.Module] = set()
         self.parameters: dict[int, tuple[str, Tensor]] = {}
         self.optimizers: list[Any] = []
@@ -187,6 +232,7 @@ class Observer:
         self._tape: Tape | None = None
         self._n_bytes = 0
         self._stepped: set[int] = set()
+        self._looked: set[tuple[int, bool, bool]] = set()
         self._undo: list[Callable[[], None]] = []
         self.is_over = False
 
@@ -228,6 +274,7 @@ class Observer:
             optimizer.register_optimizer_step_post_hook(self._after_step).remove,
         ]
         self._replace(torch.autograd, "backward", self._backward)
+        self._replace(nn.Module, "train", self._set_mode)
         for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
             self._replace(clip_grad, name, self._clip)
         self._replace(nn.utils, "clip_grad_value_", self._clip)
@@ -267,21 +314,66 @@ class Observer:
         leave_closed()
         depth = getattr(self._depth, "n", 0)
         self._depth.n = depth + 1
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        is_frozen = not depth and not any(p.requires_grad for p in module.parameters())
+        if not torch.is_grad_enabled() or is_frozen:
+            if not depth:
+                self._note_look(module, is_frozen=is_frozen)
             return
         if depth:
             self.called.add(module)
             return
-        if not any(p.requires_grad for p in module.parameters()):
-            return
         if self.n_done >= self.n_updates and not self._stepped:
+            self.interrupted = self._call(module)
+            self.interrupted.args = args
             self.finish()
             return
         self.called.add(module)
-        kind = next(module.parameters()).device.type
+        self._open.append(self._call(module))
+
+    def _call(self, module: nn.Module) -> Call:
+        kind = next((p.device.type for p in module.parameters()), "cpu")
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         in_eval = frozenset(each for each in module.modules() if not each.training)
-        self._open.append(Call(module, (), {}, self.n_done, torch.get_rng_state(), dtype, in_eval, line_of_script()))
+        return Call(module, (), {}, self.n_done, torch.get_rng_state(), dtype, in_eval, line_of_script())
+
+    def _note_look(self, module: nn.Module, *, is_frozen: bool) -> None:
+        """Note a call without gradient."""
+        if len(self.looks) >= _MOST_LOOKS or not any(True for _ in module.parameters()):
+            return
+        momenta = tuple(m.momentum for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+        version, frame = sum(p._version for p in module.parameters()), next(frames_of_script(), None)
+        known = {} if frame is None else frame.f_globals | frame.f_locals
+        name = next((name for name, each in known.items() if each is module), type(bare(module)).__name__)
+        self.looks.append(Look(self._call(module), is_frozen, line_of_script(), name, version, momenta))
+
+    def _complete(self, look: Look, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Note the inputs of a call without gradient, and keep those of the first of each module in each mode."""
+        look.call.reached = True
+        first = next(tensors_in([args, kwargs]), None)
+        if first is not None and first.numel() <= _MOST_SAMPLED:
+            look.key = hash(first.detach().cpu().float().numpy().tobytes())
+        kind = (id(look.call.module), look.call.module in look.call.in_eval, look.call.update > 0)
+        if kind not in self._looked:
+            self._looked.add(kind)
+            self._keep_inputs(look.call, args, kwargs)
+
+    def _set_mode(self, own: Callable[..., Any], module: nn.Module, mode: bool = True) -> Any:
+        """Note who changes the mode of a module; of its parts, which it sets itself, only the module is noted."""
+        if getattr(self._depth, "sets_mode", False) or self.is_over:
+            return own(module, mode)
+        self._depth.sets_mode = True
+        try:
+            result = own(module, mode)
+        finally:
+            self._depth.sets_mode = False
+        caller = sys._getframe(2)
+        if caller.f_code.co_name == "eval" and caller.f_back is not None:
+            caller = caller.f_back
+        is_ours = not is_library(caller.f_globals.get("__name__", ""))
+        self.modes.append(Mode(module, mode, line_of_script(), not is_ours))
+        return result
 
     def finish(self) -> None:
         """Make the experiments, once."""
@@ -296,7 +388,13 @@ class Observer:
         if torch.compiler.is_compiling() or self.is_over or threading.current_thread() is not threading.main_thread():
             return
         self._depth.n = depth = max(0, getattr(self._depth, "n", 0) - 1)
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or not self._open:
+        if torch._C._current_graph_task_id() != -1:
+            return
+        look = self.looks[-1] if self.looks and not depth else None
+        if look is not None and look.call.module is module and not look.call.reached:
+            self._complete(look, args, kwargs)
+            return
+        if not torch.is_grad_enabled() or not self._open:
             return
         call = self._open[-1]
         if isinstance(module, nn.Embedding) and depth and args and isinstance(args[0], Tensor):
@@ -307,6 +405,7 @@ class Observer:
         self._keep_inputs(call, args, kwargs)
         tensors = [each for each in tensors_in(output) if each.is_floating_point()]
         call.output_shapes = [tuple(each.shape) for each in tensors]
+        call.has_nan = any(bool(local_part(each.detach()).isnan().any()) for each in tensors[:_MOST_OUTPUTS])
         for i, tensor in enumerate(tensors[:_MOST_OUTPUTS]):
             if tensor.grad_fn is not None:
                 self._follow(call, i, tensor)
@@ -368,7 +467,8 @@ class Observer:
         self.calls += calls
         loss = float("nan") if root is None else float(root.detach())
         scale = next((a.numbers["scale"] for a in reversed(self.acts) if a.kind == "scaler scale"), 1.0)
-        self.passes.append(Backward(self.n_done, calls, loss, scale, before, self._norms(), tape, line))
+        is_finite = all(bool(torch.isfinite(t.detach()).all()) for t in roots if isinstance(t, Tensor))
+        self.passes.append(Backward(self.n_done, calls, loss, scale, before, self._norms(), tape, line, is_finite))
 
     def _close_tape(self) -> None:
         if self._tape is not None:

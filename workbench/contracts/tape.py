@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Tape(TorchFunctionMode):
         self._places: dict[int, int] = {}
         self._of_calls: list[list[int]] = []
         self._held: list[Tensor] = []  # so that no address is used twice
+        self._classes: dict[int, int] = {}
         self._root = -1
         self._n = 0
 
@@ -50,6 +51,7 @@ class Tape(TorchFunctionMode):
     def _note(self, tensor: Tensor) -> int:
         self._held.append(tensor)
         self._places[id(tensor)] = number = self._n
+        self._classes[number] = tensor.shape[-1] if tensor.ndim else 0
         self._n += 1
         return number
 
@@ -111,6 +113,32 @@ class Tape(TorchFunctionMode):
                 found.append(operation)
                 needed |= {place.number for place in _places_in((args, kwargs))}
         return found[::-1]
+
+    def classes_between(self, first: str, then: str, passing: Sequence[str]) -> int | None:
+        """Return the size of the last axis of what one function gives to another, by functions that only pass it on.
+
+        Args:
+            first: Name of the first function.
+            then: Name of the function whose first argument it gives.
+            passing: Names of functions between them that change no value.
+
+        Returns:
+            The size, 0 if it is not known; None if the second function receives nothing from the first one.
+        """
+        makers = {number: each for each in self.operations for number in each[3]}
+        for func, args, kwargs, _ in self.operations:
+            if getattr(func, "__name__", "") != then:
+                continue
+            given = args[0] if args else kwargs.get("input")
+            while isinstance(given, _Place) and given.number in makers:
+                made_by, args_of, kwargs_of, _ = makers[given.number]
+                name = getattr(made_by, "__name__", "")
+                if name == first:
+                    return self._classes.get(given.number, 0)
+                if name not in passing:
+                    break
+                given = args_of[0] if args_of else kwargs_of.get("input")
+        return None
 
     def loss(self, outputs: list[Any]) -> Tensor:
         """Return the loss of new outputs of the same calls."""

@@ -15,6 +15,8 @@ _MOST = 1 << 26
 _MAX_RESIDUAL = 0.02
 #: Least share of positions with such a gradient.
 _LEAST_FITTING = 0.99
+#: A class that is this much less likely than another, in nats, is masked.
+_MASKED = 1e3
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class TokenLabels:
         n_classes: Number of classes.
         is_cross_entropy: Whether the gradient is that of a cross entropy with one label for each position.
         smoothing: Label smoothing.
+        spread: Standard deviation of the logits over classes, without classes that are masked.
+        are_probabilities: Whether the logits of each position are probabilities: positive, with the sum 1.
     """
 
     labels: Tensor
@@ -37,6 +41,8 @@ class TokenLabels:
     n_classes: int
     is_cross_entropy: bool
     smoothing: float
+    spread: float = float("nan")
+    are_probabilities: bool = False
 
     @property
     def counts(self) -> Tensor:
@@ -85,6 +91,8 @@ def read_labels(logits: Tensor, gradient: Tensor) -> TokenLabels | None:
         n_classes,
         bool(counts.any()) and bool(fits[counts].double().mean() > _LEAST_FITTING),
         smoothing,
+        _spread(z[counts]),
+        bool(counts.any()) and bool((z[counts] >= 0).all() and (z[counts].sum(-1) - 1).abs().max() < 0.01),
     )
 
 
@@ -108,3 +116,11 @@ def _line(p: Tensor, g: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     weight = line.gather(-1, label[..., None])[..., 0] - at_g
     slope, offset = slope[..., 0], (mean_g - slope * mean_p)[..., 0]
     return label, weight, residual, -offset * n_classes / slope.where(slope != 0, 1.0)
+
+
+def _spread(logits: Tensor) -> float:
+    """Return the mean over positions of the standard deviation over classes that are not masked."""
+    is_real = logits > logits.amax(-1, keepdim=True) - _MASKED
+    n = is_real.sum(-1)
+    mean = logits.where(is_real, 0.0).sum(-1) / n
+    return float(((logits - mean[..., None]).where(is_real, 0.0).square().sum(-1) / n).sqrt().mean())
