@@ -89,7 +89,7 @@ def check(
         seen = _observe_trainer(model, updates, ready)
     else:
         seen = _observe_loop(model, optimizer, batches, loss, updates, ready)
-    return Report(found, seen.n_done, time.perf_counter() - start)
+    return Report(found, seen.n_done, time.perf_counter() - start, [each.loss for each in seen.passes])
 
 
 def _observe_loop(

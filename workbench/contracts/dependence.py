@@ -65,7 +65,32 @@ def causal(lab: Lab) -> Result:
         f"{100 * before / max(after, 1e-30):.2g} % of its largest effect: the model sees the tokens that it predicts.",
         where=where,
         remedy="pass is_causal=True, or mask scores above the diagonal; statistics over positions leak as well.",
+        picture=_influence(lab),
     )
+
+
+#: Most tokens of the picture of which token moves which output.
+_MOST_SHOWN = 24
+
+
+def _influence(lab: Lab) -> tuple[tuple[float, ...], ...]:
+    """Return how much each token (row) moves each output (column) of one example, over the largest; empty if unknown.
+
+    One pass: each example of the batch is the same one with another token.
+    """
+    tokens = lab.tokens
+    n = min(len(tokens), tokens.shape[1], _MOST_SHOWN)
+    same = tokens[:1].expand_as(tokens).clone()
+    changed = same.clone()
+    at = torch.arange(n, device=tokens.device)
+    changed[at, at] = _other(same, lab)[at, at]
+    try:
+        base, new = (lab.logits(lab.call, *lab.with_tokens(lab.call, each)) for each in (same, changed))
+    except NotTestedError:
+        return ()
+    change = (new - base).abs().flatten(2).amax(-1)[:n, :n]
+    change = change.where(change > lab.rounding(base), 0.0) / change.amax().clamp_min(1e-30)
+    return tuple(tuple(round(float(each), 6) for each in row) for row in change)
 
 
 @contract("examples_independent")

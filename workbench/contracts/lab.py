@@ -16,6 +16,7 @@ from torch.func import functional_call
 from workbench.contracts.observer import Backward, Call, Observer
 from workbench.contracts.results import Result, Status
 from workbench.contracts.token_labels import TokenLabels
+from workbench.formatting import capitalized
 from workbench.models.calling import bare
 from workbench.models.losses import tensors_in
 from workbench.models.probing import undisturbed
@@ -274,9 +275,11 @@ def passed(evidence: str) -> Result:
     return Result("", Status.PASSED, evidence)
 
 
-def failed(evidence: str, *, where: str, remedy: str, proof: str = "") -> Result:
+def failed(
+    evidence: str, *, where: str, remedy: str, proof: str = "", picture: tuple[tuple[float, ...], ...] = ()
+) -> Result:
     """Return the result of a contract that is broken."""
-    return Result("", Status.FAILED, evidence, where, remedy, proof)
+    return Result("", Status.FAILED, evidence, where, remedy, proof, picture)
 
 
 def not_applicable(reason: str) -> Result:
@@ -297,7 +300,7 @@ def all_results(seen: Observer, accepted: tuple[str, ...] = ()) -> list[Result]:
         try:
             result = experiment(lab)
         except NotTestedError as reason:
-            result = not_tested(f"{reason}.")
+            result = not_tested(f"{capitalized(str(reason))}.")
         except Exception as error:  # noqa: BLE001  (models are of any kind, and the other contracts can be tested)
             words = str(error).strip().splitlines()
             result = not_tested(f"The experiment ended with {type(error).__name__}: {words[0] if words else ''}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ class Result:
         where: Module, parameter, rank or line of the script that breaks it; empty if it holds.
         remedy: Change that mends it; empty if it holds.
         proof: What the experiment shows with that change, measured on a copy; empty if it was not made.
+        picture: How much each input (row) moves each output (column), over the largest; empty without a picture.
         seconds: Duration of the experiment.
     """
 
@@ -44,6 +46,7 @@ class Result:
     where: str = ""
     remedy: str = ""
     proof: str = ""
+    picture: tuple[tuple[float, ...], ...] = ()
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
@@ -53,7 +56,8 @@ class Result:
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Result:
         """Return the result that `as_json` has described."""
-        return cls(**{**values, "status": Status(values["status"])})
+        picture = tuple(tuple(row) for row in values.get("picture", ()))
+        return cls(**{**values, "status": Status(values["status"]), "picture": picture})
 
 
 _MARKS = {
@@ -72,15 +76,18 @@ class Report:
     Attributes:
         checks: Results, those that failed first.
         n_updates: Number of updates that were observed.
+        losses: Loss of each backward pass that was observed.
         seconds: Duration of all experiments.
     """
 
     checks: Sequence[Result]
     n_updates: int
     seconds: float
+    losses: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         order = [*_MARKS]
+        object.__setattr__(self, "losses", tuple(self.losses))
         object.__setattr__(self, "checks", tuple(sorted(self.checks, key=lambda each: order.index(each.status))))
 
     def __getitem__(self, id: str) -> Result:
@@ -112,20 +119,22 @@ class Report:
             "verdict": self.verdict,
             "seconds": round(self.seconds, 3),
             "n_updates": self.n_updates,
+            "losses": [each if math.isfinite(each) else None for each in self.losses],
             "checks": checks,
         }
 
     @classmethod
     def of_json(cls, values: dict[str, Any]) -> Report:
         """Return the report that `as_json` has described."""
-        return cls([Result.of_json(each) for each in values["checks"]], values["n_updates"], values["seconds"])
+        losses = [math.nan if each is None else each for each in values["losses"]]
+        return cls([Result.of_json(each) for each in values["checks"]], values["n_updates"], values["seconds"], losses)
 
     def __str__(self) -> str:
         lines = [self.summary]
         width = max((len(each.id) for each in self.checks), default=0)
         for each in self.checks:
             lines.append(f"{_MARKS[each.status][0]} {each.id:<{width}}  {each.status:<20}  {each.evidence}")
-            details = {"where": each.where, "mend": each.remedy, "proof": each.proof}
+            details = {"where": each.where, "to mend it": each.remedy, "proof": each.proof}
             lines += [f"  {'':<{width}}  {name:<20}  {value}" for name, value in details.items() if value]
         return "\n".join(lines)
 
@@ -134,9 +143,9 @@ class Report:
         for each in self.checks:
             mark, color = _MARKS[each.status]
             parts = [escape(each.evidence)]
-            parts += [f"<b>{escape(each.where)}</b>"] if each.where else []
-            parts += [escape(each.remedy)] if each.remedy else []
-            parts += [f"<i>{escape(each.proof)}</i>"] if each.proof else []
+            details = {"Where": each.where, "To mend it": each.remedy, "Proof": each.proof}
+            parts += [f"<b>{name}:</b> {escape(value)}" for name, value in details.items() if value]
+            parts += [_svg(each.picture)] if each.picture else []
             cell = "text-align:left;vertical-align:top;padding:2px 12px 2px 0"
             rows.append(
                 f'<tr><td style="{cell};color:{color};white-space:nowrap">{mark} {escape(each.status)}</td>'
@@ -173,3 +182,26 @@ class Report:
         with replacing(Path(path)) as new:
             new.write_text(page, encoding="utf-8")
         return Path(path)
+
+
+def _svg(picture: tuple[tuple[float, ...], ...]) -> str:
+    """Return a picture of which input moves which output: dark cells move much, in a logarithmic scale."""
+    size, n = 11, len(picture)
+    cells = []
+    for i, row in enumerate(picture):
+        for j, value in enumerate(row):
+            if value > 0:
+                shade = 1 + max(-6.0, math.log10(value)) / 6
+                color = "#c62828" if j < i else "#1565c0"
+                place = f'x="{36 + size * j}" y="{16 + size * i}" width="{size - 1}" height="{size - 1}"'
+                cells.append(f'<rect {place} fill="{color}" fill-opacity="{0.15 + 0.85 * shade:.2f}"/>')
+    width, height = 36 + size * n, 16 + size * n
+    words = (
+        f'<text x="{36}" y="11" font-size="10">output position →</text>'
+        f'<text x="10" y="{height - 4}" font-size="10" transform="rotate(-90 10 {height - 4})">token changed →</text>'
+    )
+    label = "which token moves which output; red: an output before the token"
+    return (
+        f'<svg width="{max(width, 130)}" height="{height}" role="img" aria-label="{label}"><title>{label}</title>'
+        f'<g fill="currentColor">{words}</g>{"".join(cells)}</svg>'
+    )

@@ -89,7 +89,7 @@ def _merged(ranks: Sequence[Report]) -> Report:
         if worst.status is Status.FAILED and 0 < len(on) < len(ranks):
             worst = replace(worst, where=f"{worst.where} (rank {', '.join(on)})")
         found.append(worst)
-    return Report(found, ranks[0].n_updates, max(report.seconds for report in ranks))
+    return Report(found, ranks[0].n_updates, max(report.seconds for report in ranks), ranks[0].losses)
 
 
 def exit_status(report: Report) -> int:
@@ -116,7 +116,8 @@ def main() -> None:
     def ready(seen: Observer) -> None:
         start = time.perf_counter()
         results = all_results(seen, tuple(given.accept))
-        report = Report(results, seen.n_done, time.perf_counter() - start)
+        losses = [each.loss for each in seen.passes]
+        report = Report(results, seen.n_done, time.perf_counter() - start, losses)
         name = f"{int(os.environ.get('RANK', 0)):05}.json"
         (given.folder / name).write_text(json.dumps(report.as_json()), encoding="utf-8")
         if not (given.go_on or ends_by_itself):
