@@ -608,7 +608,11 @@ def frames_of_script(frame: FrameType | None = None) -> Iterator[FrameType]:
 def line_of_script() -> str:
     """Return file and line of the innermost running function that belongs to no package; empty if there is none."""
     frame = next(frames_of_script(), None)
-    return "" if frame is None else f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+    if frame is None:
+        return ""
+    file = frame.f_code.co_filename
+    name = "cell" if "ipykernel_" in file else file.replace("\\", "/").rpartition("/")[2]
+    return f"{name}:{frame.f_lineno}"
 
 
 def count_of(values: Sequence[Any], kind: str) -> int:

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from html import escape
 from pathlib import Path
@@ -46,7 +46,7 @@ class Result:
     where: str = ""
     remedy: str = ""
     proof: str = ""
-    picture: tuple[tuple[float, ...], ...] = ()
+    picture: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
