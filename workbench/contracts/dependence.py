@@ -48,8 +48,8 @@ def causal(lab: Lab) -> Result:
     t = n // 2
     tokens[:, t] = _other(lab.tokens, lab)[:, t]
     change = _change(lab, tokens)
-    # What padding before a text reads does not matter: outputs that count in the loss.
-    change = change.where(lab.labels.counts, 0.0)
+    # What padding before a text reads does not matter.
+    change = change.where(lab.labels.counts & ~padding_mask(lab)[0], 0.0)
     before, after = float(change[:, :t].amax()), float(change[:, t:].amax())
     limit = max(lab.rounding(lab.base), 1e-6 * after)
     if before <= limit:
