@@ -66,7 +66,7 @@ def labels_aligned(lab: Lab) -> Result:
     the id that the embedding received one position later. Where the loss compares with a tensor of labels of the shape
     (batch, token), it is also compared with that tensor in place.
     """
-    where = lab.seen.line_of_loss
+    where = lab.seen.place_of_loss
     if (mixed := _mixed(lab, where)) is not None:
         return mixed
     if lab.labels.labels.ndim != 2:
@@ -152,7 +152,7 @@ def labels_present(lab: Lab) -> Result:
         raise NotTestedError("the loss is no cross entropy of an output of the model, or its gradient was not seen")
     shares = torch.tensor([float(found.counts.double().mean()) for _, found in seen])
     empty = [call.update for (call, _), share in zip(seen, shares, strict=True) if share == 0]
-    where = f"the labels of {lab.seen.line_of_loss}"
+    where = lab.seen.place_of_loss
     if empty:
         return failed(
             f"{len(empty)} of {len(seen)} batches have no label that counts, the first before update {empty[0] + 1}.",
@@ -202,7 +202,7 @@ def _missing_end(lab: Lab) -> Result | None:
     if n_read >= 4 and not n_labels:
         return failed(
             f"None of {n_read} ends of a sequence (id {ends[0]}) is a label, so that the model does not learn to stop.",
-            where=f"the labels of {lab.seen.line_of_loss}",
+            where=lab.seen.place_of_loss,
             remedy="use another id for padding, or mask labels by the attention mask instead of by the id.",
         )
     return None
@@ -277,7 +277,7 @@ def padding_ignored(lab: Lab) -> Result:
     return failed(
         f"{n:,} of {n_counting:,} positions that count in the loss are padding ({how}), with {fine_percent(weight)} of "
         "its weight.",
-        where=f"the labels of {lab.seen.line_of_loss}",
+        where=lab.seen.place_of_loss,
         remedy="set the labels of padding to -100, or to the ignore_index of the loss.",
         proof=f"Without them, the loss of this batch is {_mean(lab, ~wrong):.4g} instead of {_mean(lab, None):.4g}.",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -157,7 +158,7 @@ def _broadcast(lab: Lab) -> Result | None:
                     return failed(
                         f"The loss compares shapes {shapes[0]} and {shapes[1]}, which are broadcast to ({n}, {n}): "
                         "each output is compared with the targets of all examples.",
-                        where=f"the loss ({of.line})",
+                        where=lab.seen.place_of_loss,
                         remedy="give both one shape, by squeeze(-1) of the outputs or unsqueeze(-1) of the targets.",
                     )
     return None
@@ -253,6 +254,14 @@ def _documents(lab: Lab, tokens: Tensor) -> Result | None:
     )
 
 
+def _without_gradient(lab: Lab) -> str:
+    """Return the names of parameters that no pass gave a gradient."""
+    after = [each.after[: len(lab.seen.passes[0].after)] for each in lab.seen.passes]
+    none = ~np.any([np.nan_to_num(each) > 0 for each in after], axis=0)
+    names = [name for name, _ in lab.seen.parameters.values()]
+    return ", ".join(name for name, is_none in zip(names, none, strict=False) if is_none)
+
+
 @contract("mask_respected")
 def mask_respected(lab: Lab) -> Result:
     """Do outputs of tokens change when padding holds other ids, and are those of fully masked examples finite?"""
@@ -316,6 +325,6 @@ def order_matters(lab: Lab) -> Result:
     return failed(
         f"Tokens in another order change the last output by {number_in_words(largest)}, which rounding explains: the "
         "model does not see positions.",
-        where="position embeddings",
+        where=_without_gradient(lab) or "position embeddings",
         remedy="add the position embeddings to the states, or pass position_ids.",
     )

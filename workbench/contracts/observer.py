@@ -6,9 +6,9 @@ import contextlib
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler, optimizer
 from torch.overrides import _get_current_function_mode_stack
 
-from workbench.contracts.tape import Tape, leave_closed
+from workbench.contracts.places import frames_of_script, line_of_script
+from workbench.contracts.tape import Origins, Tape, leave_closed
 from workbench.contracts.token_labels import TokenLabels, read_labels
 from workbench.models.calling import acting_on_gradients, bare
 from workbench.models.losses import tensors_in
@@ -33,6 +34,8 @@ _N_TAPED = 2
 _MOST_BYTES = 1 << 28
 #: Parameters of which an update keeps copies, and most elements of each.
 _N_SAMPLED, _MOST_SAMPLED = 8, 1 << 18
+#: Most lines of a place.
+_MOST_LINES = 4
 #: Most tensors of an output whose gradients are read.
 _MOST_OUTPUTS = 8
 #: Most calls without gradient that are noted.
@@ -57,6 +60,7 @@ class Call:
         output_shapes: Shape of each floating-point tensor in the output.
         loss: A loss in the output; None without.
         line: Line of the script that made the call.
+        lines_of_labels: Lines that made and wrote its integer arguments, while they were noted.
         reached: Whether a backward pass reached the output.
         has_nan: Whether an output has NaN.
     """
@@ -69,6 +73,7 @@ class Call:
     autocast: torch.dtype | None
     in_eval: frozenset[nn.Module]
     line: str = ""
+    lines_of_labels: list[str] = field(default_factory=list)
     is_kept: bool = False
     tokens: dict[str, Tensor] = field(default_factory=dict)
     labels: dict[int, TokenLabels] = field(default_factory=dict)
@@ -230,6 +235,7 @@ class Observer:
         self._open: list[Call] = []  # since the last backward pass
         self._depth = threading.local()
         self._tape: Tape | None = None
+        self._origins = Origins()
         self._n_bytes = 0
         self._stepped: set[int] = set()
         self._looked: set[tuple[int, bool, bool]] = set()
@@ -250,10 +256,16 @@ class Observer:
         return len(self.passes)
 
     @property
-    def line_of_loss(self) -> str:
-        """Line of the script that computes the loss, or else of its backward pass; with brackets."""
-        found = [act.line for act in self.acts if act.kind == "cross entropy"] + [each.line for each in self.passes]
-        return f"the loss ({found[0]})" if found and found[0] else "the loss"
+    def place_of_loss(self) -> str:
+        """Lines of the script that make the labels and compute the loss, or else of its backward pass, in words."""
+        tape = next((each.tape for each in self.passes if each.tape is not None and each.tape.is_complete), None)
+        loss = [act.line for act in self.acts if act.kind == "cross entropy"][:1]
+        loss = [*([] if tape is None else tape.lines), *loss] or [each.line for each in self.passes[:1]]
+        labels = [] if tape is None else [line for each in tape.targets for line in self._origins.of(each)]
+        labels += [line for call in self.calls[:1] for line in call.lines_of_labels]
+        words = f"the loss ({', '.join(dict.fromkeys(loss[-_MOST_LINES:]))})"
+        made = [line for line in dict.fromkeys(labels) if line not in loss][-_MOST_LINES:]
+        return words + (f", with labels from {', '.join(made)}" if made else "")
 
     def main_calls(self) -> list[Call]:
         """Calls that a backward pass reached, of the largest module that the loop calls."""
@@ -267,6 +279,8 @@ class Observer:
     # Context
 
     def __enter__(self) -> Observer:
+        if not _get_current_function_mode_stack():
+            self._origins.__enter__()
         self._undo += [
             hooks.register_module_forward_pre_hook(self._enter).remove,
             hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True).remove,
@@ -289,6 +303,7 @@ class Observer:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._close_tape()
+        self._origins.is_closed = True
         leave_closed()
         for undo in reversed(self._undo):
             undo()
@@ -329,6 +344,8 @@ class Observer:
             self.interrupted.args = args
             self.finish()
             return
+        self._origins.is_closed = True
+        leave_closed()
         self.called.add(module)
         self._open.append(self._call(module))
 
@@ -402,6 +419,7 @@ class Observer:
             call.tokens.setdefault(name, args[0].detach().clone())
         if depth or call.module is not module or output is None:
             return
+        call.lines_of_labels = [line for each in tensors_in([args, kwargs]) for line in self._origins.of(each)]
         self._keep_inputs(call, args, kwargs)
         tensors = [each for each in tensors_in(output) if each.is_floating_point()]
         call.output_shapes = [tuple(each.shape) for each in tensors]
@@ -594,25 +612,6 @@ def _copied(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_copied(each) for each in value)
     return value
-
-
-def frames_of_script(frame: FrameType | None = None) -> Iterator[FrameType]:
-    """Yield the running functions that belong neither to Python nor to an installed package, from the inside out."""
-    frame = frame or sys._getframe()
-    while frame is not None:
-        if not is_library(frame.f_globals.get("__name__", "")):
-            yield frame
-        frame = frame.f_back
-
-
-def line_of_script() -> str:
-    """Return file and line of the innermost running function that belongs to no package; empty if there is none."""
-    frame = next(frames_of_script(), None)
-    if frame is None:
-        return ""
-    file = frame.f_code.co_filename
-    name = "cell" if "ipykernel_" in file else file.replace("\\", "/").rpartition("/")[2]
-    return f"{name}:{frame.f_lineno}"
 
 
 def count_of(values: Sequence[Any], kind: str) -> int:

@@ -1,7 +1,8 @@
-"""Record of the operations between the outputs of a model and its loss, with which the loss is computed again."""
+"""Records of operations: from the outputs of a model to its loss, and those that made the labels."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from workbench.contracts.places import line_of_script
 from workbench.models.losses import tensors_in
 
 #: Most operations of a record; a longer one is given up.
@@ -35,6 +37,7 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.calls: list[Any] = []
         self.operations: list[tuple[Any, Any, Any, list[int]]] = []
+        self._lines: list[str] = []
         self.is_complete = self.is_closed = False
         self._places: dict[int, int] = {}
         self._of_calls: list[list[int]] = []
@@ -66,6 +69,7 @@ class Tape(TorchFunctionMode):
             made = [result] if isinstance(result, Tensor) else [*tensors_in(result)]
             if made:
                 self.operations.append((func, *given, [self._note(each) for each in made]))
+                self._lines.append(line_of_script())
         return result
 
     def _placed(self, value: Any) -> Any:
@@ -85,11 +89,19 @@ class Tape(TorchFunctionMode):
         self._places.clear()
         if not self.is_complete:
             self.operations.clear()
+            self._lines.clear()
 
     @property
     def functions(self) -> list[str]:
         """Names of the recorded functions that the loss needs, in their order."""
         return [getattr(func, "__name__", str(func)) for func, *_ in self._needed()]
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of the script with the operations that the loss needs, in their order."""
+        needed = {id(each) for each in self._needed()}
+        found = [line for each, line in zip(self.operations, self._lines, strict=True) if id(each) in needed]
+        return [*dict.fromkeys(line for line in found if line)]
 
     @property
     def targets(self) -> list[Tensor]:
@@ -162,13 +174,39 @@ class Tape(TorchFunctionMode):
         return values[self._root]
 
 
+class Origins(TorchFunctionMode):
+    """Notes which lines of a script make and write integer tensors, such as labels, until it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closed = False
+        self._lines: dict[int, tuple[weakref.ref[Tensor], list[str]]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, and note the line for the integer tensors that it makes or writes."""
+        result = func(*args, **(kwargs or {}))
+        if not self.is_closed:
+            written = args[:1] if result is None else [result]
+            made = [each for each in written if isinstance(each, Tensor) and not each.is_floating_point() and each.ndim]
+            if made and (line := line_of_script()):
+                given = [line for each in tensors_in([args, kwargs or {}]) for line in self.of(each)]
+                for each in made:
+                    self._lines[id(each)] = (weakref.ref(each), [*dict.fromkeys([*given, *self.of(each), line])])
+        return result
+
+    def of(self, tensor: Tensor) -> list[str]:
+        """Return the lines that have made and written a tensor, the latest last."""
+        reference, lines = self._lines.get(id(tensor), (None, []))
+        return lines if reference is not None and reference() is tensor else []
+
+
 def leave_closed() -> None:
     """Leave a record that is closed.
 
     `Tensor.backward` is itself called within the mode, which torch enters again after it; so it is left later.
     """
     stack = _get_current_function_mode_stack()
-    if stack and isinstance(stack[-1], Tape) and stack[-1].is_closed:
+    if stack and isinstance(stack[-1], Tape | Origins) and stack[-1].is_closed:
         stack[-1].__exit__(None, None, None)
 
 
