@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from workbench.contracts import data as data
 from workbench.contracts import dependence as dependence
 from workbench.contracts import modes as modes
+from workbench.contracts import ranks as ranks
 from workbench.contracts.lab import CONTRACTS, all_results
 from workbench.contracts.observer import Observer
 from workbench.contracts.results import Report

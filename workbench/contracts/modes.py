@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, not_tested, passed
-from workbench.contracts.observer import Call, Look, line_of_script
+from workbench.contracts.observer import Call, Look
+from workbench.contracts.places import line_of_script
 from workbench.contracts.results import Result
 from workbench.formatting import number_in_words
 from workbench.models.calling import bare

@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack
 from workbench.contracts.places import frames_of_script, line_of_script
 from workbench.contracts.tape import Origins, Tape, leave_closed
 from workbench.contracts.token_labels import TokenLabels, read_labels
-from workbench.models.calling import acting_on_gradients, bare
+from workbench.models.calling import acting_on_gradients, bare, is_shared
 from workbench.models.losses import tensors_in
 from workbench.models.probing import is_library
 from workbench.models.readable_weights import local_part
@@ -214,6 +214,7 @@ class Observer:
         acts: Clippings, steps of schedules and of gradient scalers.
         looks: Calls without gradient.
         modes: Changes of modes by ``train()`` and ``eval()``.
+        at_first: With several ranks, `fingerprint` of each parameter before the first update, by its ``id``.
         interrupted: The call before which the experiments are made; None at the end of a script.
         called: All modules that were called in training.
         parameters: Parameters with their names, in the order of the arrays of norms.
@@ -228,6 +229,7 @@ class Observer:
         self.looks: list[Look] = []
         self.modes: list[Mode] = []
         self.interrupted: Call | None = None
+        self.at_first: dict[int, tuple[float, float]] = {}
         self.called: set[nn.Module] = set()
         self.parameters: dict[int, tuple[str, Tensor]] = {}
         self.optimizers: list[Any] = []
@@ -530,6 +532,10 @@ class Observer:
         for p in held:
             if id(p) not in self.parameters:
                 self.parameters[id(p)] = (f"an optimized tensor of shape {tuple(p.shape)}", p)
+        if is_shared():
+            for p in held:
+                if id(p) not in self.at_first and not self.n_done:
+                    self.at_first[id(p)] = fingerprint(p)
         copies = self._copies(of)
         update = Update(self.n_done, of, rates, self._norms(), (versions, []), copies, line_of_script())
         self.updates.append(update)
@@ -612,6 +618,13 @@ def _copied(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_copied(each) for each in value)
     return value
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> tuple[float, float]:
+    """Return norm and a projection of a tensor, of a DTensor of its part on this rank, by which ranks are compared."""
+    values = local_part(tensor.detach()).flatten().double()
+    return float(values.norm()), float(values @ torch.arange(len(values), device=values.device).double().cos())
 
 
 def count_of(values: Sequence[Any], kind: str) -> int:

@@ -126,6 +126,14 @@ class Tape(TorchFunctionMode):
                 needed |= {place.number for place in _places_in((args, kwargs))}
         return found[::-1]
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether the loss is what a loss function of torch returns, as a mean over the batch."""
+        made = next((each for each in self.operations if self._root in each[3]), None)
+        if made is None or not getattr(made[0], "__name__", "").endswith(("_loss", "cross_entropy", "with_logits")):
+            return False
+        return made[2].get("reduction", "mean") == "mean" and "sum" not in made[1]
+
     def classes_between(self, first: str, then: str, passing: Sequence[str]) -> int | None:
         """Return the size of the last axis of what one function gives to another, by functions that only pass it on.
 
