@@ -60,7 +60,7 @@ class Call:
         output_shapes: Shape of each floating-point tensor in the output.
         loss: A loss in the output; None without.
         line: Line of the script that made the call.
-        lines_of_labels: Lines that made and wrote its integer arguments, while they were noted.
+        lines_of_inputs: Lines that made and wrote its integer arguments, while they were noted.
         reached: Whether a backward pass reached the output.
         has_nan: Whether an output has NaN.
     """
@@ -73,7 +73,7 @@ class Call:
     autocast: torch.dtype | None
     in_eval: frozenset[nn.Module]
     line: str = ""
-    lines_of_labels: list[str] = field(default_factory=list)
+    lines_of_inputs: list[str] = field(default_factory=list)
     is_kept: bool = False
     tokens: dict[str, Tensor] = field(default_factory=dict)
     labels: dict[int, TokenLabels] = field(default_factory=dict)
@@ -264,10 +264,12 @@ class Observer:
         loss = [act.line for act in self.acts if act.kind == "cross entropy"][:1]
         loss = [*([] if tape is None else tape.lines), *loss] or [each.line for each in self.passes[:1]]
         labels = [] if tape is None else [line for each in tape.targets for line in self._origins.of(each)]
-        labels += [line for call in self.calls[:1] for line in call.lines_of_labels]
-        words = f"the loss ({', '.join(dict.fromkeys(loss[-_MOST_LINES:]))})"
+        labels += [line for call in self.calls[:1] for line in call.lines_of_inputs]
+        loss = [*dict.fromkeys(loss)]
+        if len(loss) > _MOST_LINES:
+            loss = [*loss[: _MOST_LINES // 2], *loss[-_MOST_LINES // 2 :]]
         made = [line for line in dict.fromkeys(labels) if line not in loss][-_MOST_LINES:]
-        return words + (f", with labels from {', '.join(made)}" if made else "")
+        return f"the loss ({', '.join(loss)})" + (f", with labels from {', '.join(made)}" if made else "")
 
     def main_calls(self) -> list[Call]:
         """Calls that a backward pass reached, of the largest module that the loop calls."""
@@ -421,7 +423,7 @@ class Observer:
             call.tokens.setdefault(name, args[0].detach().clone())
         if depth or call.module is not module or output is None:
             return
-        call.lines_of_labels = [line for each in tensors_in([args, kwargs]) for line in self._origins.of(each)]
+        call.lines_of_inputs = [line for each in tensors_in([args, kwargs]) for line in self._origins.of(each)]
         self._keep_inputs(call, args, kwargs)
         tensors = [each for each in tensors_in(output) if each.is_floating_point()]
         call.output_shapes = [tuple(each.shape) for each in tensors]
