@@ -294,3 +294,39 @@ def mask_respected(lab: Lab) -> Result:
         where=where + (f", with inputs from {made}" if made else ""),
         remedy="use the mask in every attention and every mean, with its sign and type, and pass it to the model.",
     )
+
+
+@contract("order_matters")
+def order_matters(lab: Lab) -> Result:
+    """Does an output change when earlier tokens change places?
+
+    The output of the last token of the shortest example is compared with that for another order of the tokens before.
+    """
+    if lab.failed & {"causal", "examples_independent"}:
+        raise NotTestedError("what the outputs depend on is known to be wrong")
+    tokens = lab.tokens
+    is_padding, _ = padding_mask(lab)
+    if is_padding[:, 0].any():
+        raise NotTestedError("the examples begin with padding")
+    n = int((~is_padding).sum(1).min())
+    if n < 4:
+        raise NotTestedError("some examples have fewer than four tokens")
+    generator = torch.Generator().manual_seed(0)
+    order = torch.cat([torch.randperm(n - 1, generator=generator), torch.arange(n - 1, tokens.shape[1])])
+    new = lab.logits(lab.call, *lab.with_tokens(lab.call, tokens[:, order.to(tokens.device)]))
+    base = lab.base
+    if base.shape[:2] == tokens.shape:
+        change = (new[:, n - 1] - base[:, n - 1]).abs()
+    elif base.shape[0] == tokens.shape[0]:
+        change = (new - base).abs()
+    else:
+        raise NotTestedError("the outputs do not belong to the examples")
+    largest = float(change.amax())
+    if largest > lab.rounding(base):
+        return passed(f"Tokens in another order change the last output by {number_in_words(largest)}.")
+    return failed(
+        f"Tokens in another order change the last output by {number_in_words(largest)}, which rounding explains: the "
+        "model does not see positions.",
+        where=_without_gradient(lab) or "position embeddings",
+        remedy="add the position embeddings to the states, or pass position_ids.",
+    )
