@@ -1,6 +1,7 @@
 """Judges `workbench check` on the corpus: every case is run as its author would run it, under the command.
 
-Results are kept by case in a folder, so that an interrupted run continues. ``--part locked`` is for the end.
+Results are kept by case in a folder, so that an interrupted run continues. ``--part locked`` is for the end, and
+``--part threads`` judges public reports that were rebuilt.
 """
 
 from __future__ import annotations
@@ -87,29 +88,53 @@ def verdict_of(case: dict[str, Any], found: dict[str, Any]) -> str:
     return next((kind for kind, ids in kinds if failed & ids), "silent")
 
 
-def main() -> None:
-    """Run the cases, print one line for each, and the sums."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("open", "locked"), default="open")
-    parser.add_argument("--folder", type=Path, default=ROOT / "artifacts" / "wiring")
-    parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--only", nargs="*", default=[], help="names of cases or ids")
-    parser.add_argument("--kind", choices=("sound", "faulty", "all"), default="all")
-    parser.add_argument("--again", action="store_true", help="run cases again whose results are kept")
-    args = parser.parse_args()
-    names = {*json.loads((HERE / "split.json").read_text())[args.part]}
+def cases_of(part: str) -> list[dict[str, Any]]:
+    """Return the cases of a part."""
+    if part == "threads":
+        rebuilt = [each for each in json.loads((HERE / "threads.json").read_text()) if "script" in each]
+        launch = {each["script"]: each["launch"] for each in rebuilt if each["script"].startswith("threads/")}
+        sound = [{"name": Path(n).stem, "script": n, "launch": launch[n], "faulty": False} for n in sorted(launch)]
+        return [*sound, *({**each, "faulty": True} for each in rebuilt)]
+    names = {*json.loads((HERE / "split.json").read_text())[part]}
     known = json.loads((HERE / "cases.json").read_text())
     of = {
         case["script"]: {name: case[name] for name in ("launch", "needs", "style")}
         for case in known
         if not case["faulty"]
     }
-    cases = [{**of[case["script"]], **case} for case in known if case["name"] in names]
+    return [{**of[case["script"]], **case} for case in known if case["name"] in names]
+
+
+def print_yardsticks(verdicts: dict[str, str]) -> None:
+    """Print how many of each list of public reports are rebuilt, judged, found and left out."""
+    entries = json.loads((HERE / "threads.json").read_text())
+    for yardstick in dict.fromkeys(name for each in entries for name in each["yardstick"]):
+        mine = [each for each in entries if yardstick in each["yardstick"]]
+        judged = [verdicts[each["name"]] for each in mine if each["name"] in verdicts]
+        print(
+            f"{yardstick}: {sum('script' in each for each in mine)} rebuilt, {len(judged)} judged, "
+            f"{judged.count('right')} found, {judged.count('partly right')} partly, "
+            f"{sum('left_out' in each for each in mine)} left out"
+        )
+
+
+def main() -> None:
+    """Run the cases, print one line for each, and the sums."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", choices=("open", "locked", "threads"), default="open")
+    parser.add_argument("--folder", type=Path, default=ROOT / "artifacts" / "wiring")
+    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--only", nargs="*", default=[], help="names of cases or ids")
+    parser.add_argument("--kind", choices=("sound", "faulty", "all"), default="all")
+    parser.add_argument("--again", action="store_true", help="run cases again whose results are kept")
+    args = parser.parse_args()
+    cases = cases_of(args.part)
     cases = [case for case in cases if args.kind == "all" or case["faulty"] == (args.kind == "faulty")]
     if args.only:
         cases = [case for case in cases if {case["name"], *case.get("ids", ())} & {*args.only}]
     args.folder.mkdir(parents=True, exist_ok=True)
     sums, by_id, places = Counter[str](), Counter[tuple[str, str]](), 0
+    verdicts: dict[str, str] = {}
     for case in cases:
         if missing := [name for name in case.get("needs", []) if find_spec(name) is None]:
             sums[f"left out, without {', '.join(missing)}"] += 1
@@ -118,7 +143,7 @@ def main() -> None:
         if args.again or not path.exists():
             path.write_text(json.dumps(run_case(case, args.updates), indent=1))
         found = json.loads(path.read_text())
-        verdict = verdict_of(case, found)
+        verdict = verdicts[case["name"]] = verdict_of(case, found)
         failed = [check for check in found["checks"] if check["status"] == "failed"]
         expected = {*case.get("ids", ()), *case.get("also", ())}
         extra = [check["id"] for check in failed if check["id"] not in expected]
@@ -141,6 +166,8 @@ def main() -> None:
     print(f"faulty: with its place: {places}")
     for (id, verdict), n in sorted(by_id.items()):
         print(f"  {id}: {verdict} {n}")
+    if args.part == "threads":
+        print_yardsticks(verdicts)
 
 
 if __name__ == "__main__":
