@@ -6,9 +6,9 @@ import contextlib
 import copy
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch.nn.modules import module as hooks
 from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler, optimizer
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import checkpoint
 
 from workbench.contracts.places import frames_of_script, line_of_script
 from workbench.contracts.tape import Origins, Tape, leave_closed
@@ -30,6 +31,8 @@ from workbench.models.readable_weights import local_part
 
 #: Updates whose passes are recorded, so that their losses can be computed again; more than one batch is kept of each.
 _N_TAPED = 2
+#: Passes without any update after which the observation ends.
+_MOST_PASSES = 1000
 #: Most bytes of inputs that are kept.
 _MOST_BYTES = 1 << 28
 #: Parameters of which an update keeps copies, and most elements of each.
@@ -173,6 +176,7 @@ class Update:
         versions: How often each parameter had been written to, before and after.
         copies: Copies of some parameters.
         line: Line of the script that made it.
+        wraps: Whether another optimizer made its update within this one, as in SAM.
     """
 
     index: int
@@ -182,11 +186,17 @@ class Update:
     versions: tuple[list[int], list[int]]
     copies: list[Copy]
     line: str
+    wraps: bool = False
 
 
 @dataclass(frozen=True)
 class Act:
-    """Another act of the loop: ``clip``, ``schedule``, ``scaler scale``, ``scaler unscale`` or ``scaler update``."""
+    """Another act of the loop.
+
+    It is ``create`` (of an optimizer, a schedule or a scaler), ``clip``, ``clear`` (``zero_grad``), ``load`` (of
+    weights), ``reduce`` (of a gradient over ranks, by the loop itself), ``cross entropy``, ``schedule``,
+    ``scaler scale``, ``scaler unscale``, ``scaler step`` or ``scaler update``.
+    """
 
     kind: str
     update: int
@@ -216,7 +226,11 @@ class Observer:
         modes: Changes of modes by ``train()`` and ``eval()``.
         at_first: With several ranks, `fingerprint` of each parameter before the first update, by its ``id``.
         interrupted: The call before which the experiments are made; None at the end of a script.
+        events: Passes, updates and acts together, in their order.
         called: All modules that were called in training.
+        checkpoints: Kinds of activation checkpointing that were used: ``reentrant``, ``not reentrant``.
+        sees_all: Whether the whole script is observed, from its first line on.
+        has_ended: Whether the script ended before the number of updates was reached.
         parameters: Parameters with their names, in the order of the arrays of norms.
     """
 
@@ -230,6 +244,9 @@ class Observer:
         self.modes: list[Mode] = []
         self.interrupted: Call | None = None
         self.at_first: dict[int, tuple[float, float]] = {}
+        self.events: list[Backward | Update | Act] = []
+        self.checkpoints: set[str] = set()
+        self.sees_all = self.has_ended = False
         self.called: set[nn.Module] = set()
         self.parameters: dict[int, tuple[str, Tensor]] = {}
         self.optimizers: list[Any] = []
@@ -241,6 +258,8 @@ class Observer:
         self._n_bytes = 0
         self._stepped: set[int] = set()
         self._looked: set[tuple[int, bool, bool]] = set()
+        self._stepping: list[Update] = []
+        self._sizes: dict[int, float] = {}  # norm of each parameter when it was seen first
         self._undo: list[Callable[[], None]] = []
         self.is_over = False
 
@@ -280,6 +299,14 @@ class Observer:
         """Name of a parameter in the module that the loop calls."""
         return self.parameters[id(parameter)][0] if id(parameter) in self.parameters else "a tensor of no module"
 
+    def line_of(self, created: Any) -> str:
+        """Line of the script that created an optimizer, a schedule or a scaler; empty if it was not seen."""
+        return next((act.line for act in self.acts if act.kind == "create" and act.of is created), "")
+
+    def was_moved(self, parameter: Tensor) -> bool:
+        """Whether a parameter has changed since it was seen first, by whatever."""
+        return _sizes_of([parameter])[0] != self._sizes.get(id(parameter))
+
     # Context
 
     def __enter__(self) -> Observer:
@@ -297,10 +324,29 @@ class Observer:
             self._replace(clip_grad, name, self._clip)
         self._replace(nn.utils, "clip_grad_value_", self._clip)
         self._replace(functional, "cross_entropy", self._noted("cross entropy"))
-        self._replace(lr_scheduler.LRScheduler, "step", self._noted("schedule"))
-        self._replace(lr_scheduler.ReduceLROnPlateau, "step", self._noted("schedule"))
-        for name in ("scale", "unscale_", "update"):
+        for kind in [lr_scheduler.LRScheduler, *_subclasses(lr_scheduler.LRScheduler)]:
+            if "step" in vars(kind):
+                self._replace(kind, "step", self._noted("schedule"))
+        plateau = lr_scheduler.ReduceLROnPlateau
+        for owner in (lr_scheduler.LRScheduler, plateau, optimizer.Optimizer, torch.amp.GradScaler):
+            self._replace(owner, "__init__", self._noted("create"))
+        for name in ("scale", "unscale_", "step", "update"):
             self._replace(torch.amp.GradScaler, name, self._noted(f"scaler {name.rstrip('_')}"))
+        self._replace(optimizer.Optimizer, "zero_grad", self._noted("clear"))
+        self._replace(nn.Module, "zero_grad", self._noted("clear"))
+        self._replace(nn.Module, "load_state_dict", self._noted("load"))
+        self._replace(torch, "load", self._noted("load"))
+        if torch.distributed.is_available():
+            self._replace(torch.distributed, "all_reduce", self._reduced)
+        self._replace(checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed)
+        own = checkpoint.CheckpointFunction
+
+        def apply(*args: Any) -> Any:
+            self.checkpoints.add("reentrant")
+            return own.apply(*args)
+
+        checkpoint.CheckpointFunction = SimpleNamespace(apply=apply)  # type: ignore[misc,assignment]
+        self._undo.append(lambda: setattr(checkpoint, "CheckpointFunction", own))
         return self
 
     def __exit__(
@@ -343,7 +389,8 @@ class Observer:
         if depth:
             self.called.add(module)
             return
-        if self.n_done >= self.n_updates and not self._stepped:
+        is_idle = not self.updates and len(self.passes) >= _MOST_PASSES
+        if (self.n_done >= self.n_updates and not self._stepped) or is_idle:
             self.interrupted = self._call(module)
             self.interrupted.args = args
             self.finish()
@@ -488,9 +535,10 @@ class Observer:
         self._open = [call for call in self._open if not call.reached]
         self.calls += calls
         loss = float("nan") if root is None else float(root.detach())
-        scale = next((a.numbers["scale"] for a in reversed(self.acts) if a.kind == "scaler scale"), 1.0)
+        scale = next((a.numbers.get("scale", 1.0) for a in reversed(self.acts) if a.kind == "scaler scale"), 1.0)
         is_finite = all(bool(torch.isfinite(t.detach()).all()) for t in roots if isinstance(t, Tensor))
         self.passes.append(Backward(self.n_done, calls, loss, scale, before, self._norms(), tape, line, is_finite))
+        self.events.append(self.passes[-1])
 
     def _close_tape(self) -> None:
         if self._tape is not None:
@@ -500,10 +548,12 @@ class Observer:
     def _find_parameters(self) -> None:
         """Note the parameters of modules that are called, and of optimizers."""
         for call in self._open:
-            module = bare(call.module)
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad and id(parameter) not in self.parameters:
-                    self.parameters[id(parameter)] = (name, parameter)
+            self._add((n, p) for n, p in bare(call.module).named_parameters() if p.requires_grad)
+
+    def _add(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        new = {id(p): (name, p) for name, p in named if id(p) not in self.parameters}
+        self.parameters |= new
+        self._sizes |= zip(new, _sizes_of([p for _, p in new.values()]), strict=True)
 
     def _norms(self) -> np.ndarray:
         """Return the norm of the gradient of each parameter; NaN without one."""
@@ -531,16 +581,18 @@ class Observer:
         rates = [float(group.get("lr", float("nan"))) for group in of.param_groups]
         held = [p for group in of.param_groups for p in group["params"]]
         versions = [p._version for p in held]
-        for p in held:
-            if id(p) not in self.parameters:
-                self.parameters[id(p)] = (f"an optimized tensor of shape {tuple(p.shape)}", p)
+        self._add((f"an optimized tensor of shape {tuple(p.shape)}", p) for p in held)
         if is_shared():
             for p in held:
                 if id(p) not in self.at_first and not self.n_done:
                     self.at_first[id(p)] = fingerprint(p)
         copies = self._copies(of)
         update = Update(self.n_done, of, rates, self._norms(), (versions, []), copies, line_of_script())
+        for outer in self._stepping:
+            outer.wraps = True
+        self._stepping.append(update)
         self.updates.append(update)
+        self.events.append(update)
 
     def _copies(self, of: Any) -> list[Copy]:
         """Copy some parameters of an optimizer, evenly spaced, with gradients and states."""
@@ -559,6 +611,7 @@ class Observer:
         ]
 
     def _after_step(self, of: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._stepping = [each for each in self._stepping if each.optimizer is not of]
         if self.is_over or not self.updates or self.updates[-1].optimizer is not of:
             return
         update = self.updates[-1]
@@ -588,19 +641,36 @@ class Observer:
 
     def _noted(self, kind: str) -> Callable[..., Any]:
         def call(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            of = args[0] if args else None
+            if kind == "scaler step":  # before the update that it may make
+                self._note(kind, of, {})
+                return own(*args, **kwargs)
             result = own(*args, **kwargs)
             if torch.compiler.is_compiling():
                 return result
-            of = args[0] if args else None
-            scale = getattr(of, "_scale", None)
-            self._note(kind, None if isinstance(of, Tensor) else of, {} if scale is None else {"scale": float(scale)})
+            scale = getattr(of, "_scale", None) if kind.startswith("scaler") else None
+            numbers = {} if scale is None else {"scale": float(scale)}
+            if kind == "schedule" and isinstance(of, lr_scheduler.ReduceLROnPlateau) and len(args) > 1:
+                numbers["metric"] = float(args[1])
+            self._note(kind, None if isinstance(of, Tensor) or kind == "load" else of, numbers)
             return result
 
         return call
 
+    def _reduced(self, own: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note a gradient that the loop itself adds over ranks."""
+        if not self.is_over and any(p.grad is tensor for _, p in self.parameters.values()):
+            self._note("reduce", id(tensor), {})
+        return own(tensor, *args, **kwargs)
+
+    def _checkpointed(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.checkpoints.add("not reentrant")
+        return own(*args, **kwargs)
+
     def _note(self, kind: str, of: Any, numbers: dict[str, float]) -> None:
         if not self.is_over:
             self.acts.append(Act(kind, self.n_done, len(self.passes), line_of_script(), of, numbers))
+            self.events.append(self.acts[-1])
 
 
 def _axes_that_sum_to_zero(gradient: Tensor) -> list[int]:
@@ -609,6 +679,16 @@ def _axes_that_sum_to_zero(gradient: Tensor) -> list[int]:
     sums = [(axis, g.sum(axis).abs().amax(), g.abs().sum(axis).amax()) for axis in range(1, g.ndim)]
     limit = max(1e-3, 8 * torch.finfo(gradient.dtype).eps)
     return [axis for axis, total, size in sums if float(total) <= limit * float(size)]
+
+
+def _subclasses(kind: type) -> set[type]:
+    children: list[type] = kind.__subclasses__()
+    return {*children}.union(*map(_subclasses, children))
+
+
+def _sizes_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Return norms that change with any entry."""
+    return [float(torch.linalg.vector_norm(local_part(t.detach()), dtype=torch.float64)) for t in tensors]
 
 
 def _copied(value: Any) -> Any:

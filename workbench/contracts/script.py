@@ -125,6 +125,7 @@ def main() -> None:
 
     sys.argv = script[1:] if script[0] == "-m" else script
     with Observer(given.updates, ready) as seen:
+        seen.sees_all = True
         try:
             if script[0] == "-m":
                 sys.path[0] = os.getcwd()
@@ -136,7 +137,8 @@ def main() -> None:
             return
         finally:
             ends_by_itself = True
-            if seen.updates:
+            if seen.passes:
+                seen.has_ended = not seen.is_over
                 seen.finish()
 
 

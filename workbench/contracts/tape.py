@@ -175,7 +175,8 @@ class Tape(TorchFunctionMode):
                 return {name: real(each) for name, each in value.items()}
             return type(value)(real(each) for each in value) if type(value) in (tuple, list) else value
 
-        for func, args, kwargs, made in self.operations if self._root not in values else ():
+        # Those alone that the loss needs: others, such as `zero_grad`, may write to what the training owns.
+        for func, args, kwargs, made in self._needed() if self._root not in values else ():
             result = func(*real(args), **real(kwargs))
             new = [result] if isinstance(result, Tensor) else [*tensors_in(result)]
             values |= dict(zip(made, new, strict=True))

@@ -1,0 +1,878 @@
+"""Contracts of gradients: they reach every parameter, have the right weights, and hold nothing of other updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, not_tested, passed
+from workbench.contracts.observer import Act, Backward, Observer, Update
+from workbench.contracts.places import frames_of_script
+from workbench.contracts.results import Result
+from workbench.formatting import counted, fine_percent, number_in_words
+from workbench.models.calling import bare, innermost, is_shared, is_split
+from workbench.models.losses import tensors_in
+from workbench.models.probing import eval_mode, is_library
+
+#: Largest relative error of a sum of token weights, which are read from gradients in half precision.
+_ROUNDING = 0.02
+#: Share of the weight of tokens in the wrong place from which a mean of means is a fault.
+_MISPLACED = 0.01
+#: Most elements of the gradients that two passes are compared by, and most groups of parameters that are changed.
+_MOST_COMPARED, _MOST_GROUPS = 1 << 24, 4
+
+
+# What was observed of gradients
+
+
+def padded(norms: np.ndarray, seen: Observer) -> np.ndarray:
+    """Return norms of gradients of all parameters, with NaN for those that were not known yet."""
+    return np.pad(norms, (0, len(seen.parameters) - len(norms)), constant_values=np.nan)
+
+
+def places_of(of: Any, seen: Observer) -> np.ndarray:
+    """Return the places of the parameters of an optimizer in the arrays of norms."""
+    order = {each: i for i, each in enumerate(seen.parameters)}
+    return np.array([order[id(p)] for g in of.param_groups for p in g["params"] if id(p) in order], dtype=int)
+
+
+def real_updates(seen: Observer, of: Any = None) -> list[Update]:
+    """Return the updates, of one optimizer if it is given, without those of wrappers around another optimizer."""
+    return [u for u in seen.updates if is_real(u) and (of is None or u.optimizer is of)]
+
+
+def is_real(update: Update) -> bool:
+    """Whether an update is not one of a wrapper around another optimizer."""
+    return not update.wraps and innermost(update.optimizer) is update.optimizer
+
+
+def optimizers_of(seen: Observer) -> list[Any]:
+    """Return the optimizers that made updates, without wrappers."""
+    return list({id(u.optimizer): u.optimizer for u in real_updates(seen)}.values())
+
+
+def reached(seen: Observer) -> np.ndarray:
+    """Return the largest norm of each parameter's gradient after any pass; NaN if it never had a gradient."""
+    found = np.full(len(seen.parameters), np.nan)
+    for each in seen.passes:
+        found = np.fmax(found, padded(each.after, seen))
+    for update in seen.updates:  # gradients that were set by hand
+        found = np.fmax(found, padded(update.norms, seen))
+    return found
+
+
+def full_name(seen: Observer, parameter: Tensor) -> str:
+    """Return the name of a parameter; in a training of several modules, after the variable of its module."""
+    name = seen.name_of(parameter)
+    roots = [root for root in seen.roots if any(p is parameter for p in root.parameters())]
+    if len(seen.roots) < 2 or not roots:
+        return name
+    return f"{variable_of(roots[0])}.{name}"
+
+
+def variable_of(root: nn.Module) -> str:
+    """Return what the running script calls a module; the name of its class if that is unknown."""
+    for frame in frames_of_script():
+        for variable, value in {**frame.f_globals, **frame.f_locals}.items():
+            if isinstance(value, nn.Module) and not variable.startswith("_"):
+                for name, module in value.named_modules():
+                    if module is root:
+                        return ".".join(each for each in (variable, name) if each)
+    return type(root).__name__
+
+
+def names_in_words(names: Sequence[str], most: int = 4) -> str:
+    """Return some names, and how many others there are."""
+    others = f" and {len(names) - most} others" if len(names) > most else ""
+    return ", ".join(names[:most]) + others
+
+
+def _n_passes(seen: Observer) -> str:
+    return f"{len(seen.passes)} pass{'es' * (len(seen.passes) != 1)}"
+
+
+# Gradients that do not arrive
+
+
+class _Group:
+    """Parameters of one module without gradients, and what a change of them changes.
+
+    Attributes:
+        path: Path of the module.
+        named: Parameters by name.
+        is_none: Whether no pass gave a gradient, instead of one that is exactly 0.
+        is_called: Whether the module is called in training.
+        is_like_another: Whether a module of the same kind beside it has gradients, as experts without a token.
+        is_own: Whether the code that should use it belongs to no package.
+        changes_loss: Whether the loss changes with the parameters.
+        changes_outputs: Whether an output changes.
+    """
+
+    def __init__(self, root: nn.Module, path: str, named: dict[str, Tensor], is_none: bool) -> None:
+        self.root, self.path, self.named, self.is_none = root, path, named, is_none
+        self.is_called = self.is_like_another = self.is_own = False
+        self.changes_loss = self.changes_outputs = False
+
+    def describe(self, seen: Observer, with_gradient: set[int]) -> None:
+        modules = dict(self.root.named_modules())
+        module, parts = modules[self.path], self.path.split(".")
+        own = [p for p in module.parameters(recurse=False) if id(p) in {id(q) for q in self.named.values()}]
+        user = module if own and not is_library(type(module).__module__) else modules[".".join(parts[:-1])]
+        while isinstance(user, nn.ModuleList | nn.ModuleDict | nn.Sequential) and parts:
+            parts = parts[:-1]
+            user = modules[".".join(parts[:-1])]
+        self.is_own = not is_library(type(user).__module__)
+        self.is_called = any(each in seen.called for each in module.modules()) or user is module
+        shapes = [tuple(p.shape) for p in module.parameters()]
+        for other in modules.values():
+            if (
+                other is not module
+                and type(other) is type(module)
+                and [tuple(p.shape) for p in other.parameters()] == shapes
+            ):
+                self.is_like_another |= any(id(p) in with_gradient for p in other.parameters())
+
+
+def _groups(lab: Lab) -> list[_Group]:
+    """Return trained parameters without gradients by module, after the experiment on what changes with them."""
+    kept = vars(lab).get("groups_without_gradients")
+    if kept is None:
+        kept = vars(lab)["groups_without_gradients"] = _without_gradients(lab)
+    return kept
+
+
+def _without_gradients(lab: Lab) -> list[_Group]:
+    seen = lab.seen
+    if len(real_updates(seen)) < 2:
+        raise NotTestedError("fewer than two updates were seen")
+    norms = dict(zip(seen.parameters, reached(seen), strict=True))
+    optimized = {id(p) for of in optimizers_of(seen) for g in of.param_groups for p in g["params"]}
+    with_gradient = {each for each, norm in norms.items() if norm > 0}
+    groups: dict[tuple[int, str, bool], _Group] = {}
+    for root in seen.roots:
+        for name, p in root.named_parameters():
+            # Without a place in an optimizer nobody wants to train it; if it was moved by hand, it is an average.
+            if not p.requires_grad or id(p) not in optimized or id(p) in with_gradient or not p.numel():
+                continue
+            is_none = norms.get(id(p), math.nan) != 0
+            if is_none and (seen.was_moved(p) or (p.grad is not None and p.grad.is_sparse)):
+                continue
+            path = name.rpartition(".")[0]
+            key = (id(root), path, is_none)
+            groups.setdefault(key, _Group(root, path, {}, is_none)).named[name] = p
+    merged = _merged([*groups.values()], norms)
+    for group in merged:
+        group.describe(seen, with_gradient)
+    if merged and is_split(merged[0].root):
+        raise NotTestedError(f"{counted(len(merged), 'module')} of a sharded model have no gradient")
+    _change_each(lab, merged)
+    return merged
+
+
+def _merged(groups: list[_Group], norms: dict[int, float]) -> list[_Group]:
+    """Join the groups of modules within a module none of whose parameters has a gradient."""
+    found: dict[tuple[int, str, bool], _Group] = {}
+    for group in groups:
+        modules, path = dict(group.root.named_modules()), group.path
+        while path and group.is_none:
+            outer = path.rpartition(".")[0]
+            inside = [p for p in modules[outer].parameters() if p.requires_grad]
+            if not outer or any(norms.get(id(p), 0) > 0 for p in inside):
+                break
+            path = outer
+        new = found.setdefault((id(group.root), path, group.is_none), _Group(group.root, path, {}, group.is_none))
+        new.named |= group.named
+    return [*found.values()]
+
+
+def _change_each(lab: Lab, groups: list[_Group]) -> None:
+    """Add noise to the parameters of each group in turn, and compare loss and outputs of a recorded pass."""
+    for root in {id(group.root): group.root for group in groups}.values():
+        mine = [group for group in groups if group.root is root]
+        of = _taped(lab, root)
+        loss, outputs = _measured(lab, of, {})
+        everything = {name: p for group in mine for name, p in group.named.items()}
+        if mine[1:] and not _differs(_measured(lab, of, everything), (loss, outputs))[1]:
+            continue
+        for group in mine[:_MOST_GROUPS]:
+            new = _measured(lab, of, group.named)
+            group.changes_loss, group.changes_outputs = _differs(new, (loss, outputs))
+        if len(mine) > _MOST_GROUPS:  # those of the same kind behave alike
+            for group in mine[_MOST_GROUPS:]:
+                like = [g for g in mine[:_MOST_GROUPS] if g.is_none == group.is_none]
+                group.changes_loss = bool(like) and all(g.changes_loss for g in like)
+                group.changes_outputs = not like or any(g.changes_outputs for g in like)
+
+
+def _taped(lab: Lab, root: nn.Module) -> Backward:
+    for each in lab.seen.passes:
+        tape = each.tape
+        is_usable = tape is not None and tape.is_complete and all(call.is_kept for call in tape.calls)
+        if is_usable and tape is not None and any(bare(call.module) is root for call in tape.calls):
+            return each
+    raise NotTestedError("how the loss follows from the outputs of the model was not seen")
+
+
+def _measured(lab: Lab, of: Backward, noisy: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return loss and outputs of a recorded pass, with noise in some parameters, which are restored."""
+    assert of.tape is not None
+    before = {name: p.detach().clone() for name, p in noisy.items()}
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    try:
+        with torch.no_grad():
+            for p in noisy.values():
+                size = float(p.float().std()) if p.numel() > 1 and bool((p != p.flatten()[0]).any()) else 0.0
+                size = size or 1 / math.sqrt(max(1, p.shape[-1] if p.ndim > 1 else 1))
+                p.add_((size * torch.randn(p.shape, generator=generator)).to(p))
+        for call in of.tape.calls:
+            with lab.undisturbed(call, trains=True):
+                torch.manual_seed(0)
+                made.append(lab.run(call))
+        loss = of.tape.loss(made).detach().double()
+        return loss, [t.detach().double() for t in tensors_in(made) if t.is_floating_point() and t.ndim]
+    finally:
+        with torch.no_grad():
+            for name, p in noisy.items():
+                p.copy_(before[name])
+
+
+def _differs(new: tuple[Tensor, list[Tensor]], old: tuple[Tensor, list[Tensor]]) -> tuple[bool, bool]:
+    """Return whether the loss and any output differ by more than rounding in single precision."""
+
+    def other(a: Tensor, b: Tensor) -> bool:
+        return a.shape != b.shape or bool((a - b).abs().amax() > 1e-5 * b.abs().amax()) if b.numel() else False
+
+    return other(new[0], old[0]), other(new[0], old[0]) or any(map(other, new[1], old[1]))
+
+
+@contract("modules_used")
+def modules_used(lab: Lab) -> Result:
+    """Is each module whose parameters an optimizer holds called in training?
+
+    Modules without calls whose parameters got no gradient are looked for, and noise is added to their parameters: if no
+    output changes, nothing uses them.
+    """
+    unused = [g for g in _groups(lab) if g.is_none and not g.is_called and not g.changes_outputs]
+    n = len(lab.seen.called)
+    if not unused:
+        return passed(f"All modules with parameters of an optimizer are used in training, {n} by a call.")
+    names = [group.path or name for group in unused for name in list(group.named)[:1]]
+    words = f"{names_in_words(names)}: no call in {counted(len(lab.seen.passes), 'pass')}, no gradient"
+    if all(group.is_like_another or not group.is_own for group in unused):
+        return not_tested(f"{words}; are they for other inputs or other stages?", where=names_in_words(names))
+    return failed(
+        f"{words}, and no output changes when their parameters do.",
+        where=names_in_words(names),
+        remedy="call the module in the forward pass, or remove it.",
+    )
+
+
+@contract("gradients_reach_all")
+def gradients_reach_all(lab: Lab) -> Result:
+    """Does each trained parameter get a gradient?
+
+    Noise is added to parameters that never had one. If the loss changes, the graph between them and the loss is cut. If
+    their gradient is exactly 0 in all passes although the loss depends on them, they can never move. If not even an
+    output changes, the code that computes with them is without effect.
+    """
+    groups = [g for g in _groups(lab) if g.is_called or g.changes_outputs]
+    n = len(lab.seen.parameters)
+    cut = [g for g in groups if g.is_none and g.changes_loss and not g.is_like_another]
+    stuck = [g for g in groups if not g.is_none and g.changes_loss]
+    idle = [g for g in groups if g.is_none and not g.changes_outputs and g.is_own and not g.is_like_another]
+    n_passes = _n_passes(lab.seen)
+    for found, words, remedy in (
+        (cut, "have no gradient, although the loss changes with them", _remedy_of_cut(lab)),
+        (
+            stuck,
+            "have a gradient of exactly 0, although the loss changes with them together: they can never move",
+            "start one factor of a product at values other than 0, and look for units that are dead.",
+        ),
+        (idle, "have no gradient, and no output changes with them", "use them in the forward pass, or remove them."),
+    ):
+        if found:
+            names = [name for group in found for name in group.named]
+            is_short = len(names) <= len(found) + 3 or found is stuck
+            paths = names if is_short else [g.path or next(iter(g.named)) for g in found]
+            return failed(
+                f"{counted(len(names), 'parameter')} {words} ({n_passes}).",
+                where=names_in_words(paths),
+                remedy=remedy,
+            )
+    rest = [g for g in groups if g.is_none or g.changes_outputs]
+    if rest:
+        names = [name for group in rest for name in group.named]
+        return not_tested(
+            f"{names_in_words(names)} got no gradient in {n_passes}, as the loss does not depend on their outputs; is "
+            "that on purpose?",
+            where=names_in_words(names),
+        )
+    return passed(f"Each of {n} trained parameters has a gradient in {n_passes}.")
+
+
+def _remedy_of_cut(lab: Lab) -> str:
+    if "reentrant" in lab.seen.checkpoints:
+        return "pass use_reentrant=False to checkpoint, or let its inputs require gradients."
+    return "remove detach(), no_grad() or .data on the way from them to the loss."
+
+
+@contract("weights_tied")
+def weights_tied(lab: Lab) -> Result:
+    """Are weights one tensor that the configuration ties?"""
+    promised: dict[str, tuple[Tensor, Tensor]] = {}
+    for root in lab.seen.roots:
+        for prefix, module in root.named_modules():
+            config: Any = getattr(module, "config", None)
+            config = config.get_text_config() if hasattr(config, "get_text_config") else config
+            head, embedding = (
+                getattr(module, name, lambda: None) for name in ("get_output_embeddings", "get_input_embeddings")
+            )
+            keys = getattr(module, "_tied_weights_keys", None)
+            if not keys or not getattr(config, "tie_word_embeddings", False):
+                continue
+            weights = dict(module.named_parameters(remove_duplicate=False))
+            pairs = keys if isinstance(keys, dict) else {}
+            found = {a: (weights[a], weights[b]) for a, b in pairs.items() if a in weights and b in weights}
+            ends = [getattr(end(), "weight", None) for end in (head, embedding)]
+            if not found and ends[0] is not None and ends[1] is not None:
+                found = {"output embeddings": (ends[0], ends[1])}
+            promised |= {".".join(each for each in (prefix, name) if each): pair for name, pair in found.items()}
+    if not promised:
+        return not_applicable("No configuration ties weights.")
+    apart = {name: pair for name, pair in promised.items() if pair[0] is not pair[1]}
+    if not apart:
+        return passed(f"{counted(len(promised), 'tied weight')} are one tensor with their source.")
+    a, b = next(iter(apart.values()))
+    same = a.shape == b.shape and torch.equal(a.detach(), b.detach())
+    gap = "values are equal now" if same else "their values differ"
+    if a.shape == b.shape and not same:
+        gap = f"they differ by {fine_percent(float((a - b).detach().norm() / b.detach().norm()))} of their norm"
+    return failed(
+        f"{names_in_words([*apart])}: not the tensor that tie_word_embeddings promises; {gap}.",
+        where=names_in_words([*apart]),
+        remedy="call tie_weights() after weights are replaced, or set tie_word_embeddings=False.",
+        proof="" if same else "The checkpoint will load as other weights, as loading ties them.",
+    )
+
+
+# Gradients of several passes
+
+
+@contract("gradients_cleared")
+def gradients_cleared(lab: Lab) -> Result:
+    """Does the gradient of an update hold that of the update before, and is none discarded before it is used?
+
+    Norms of the gradients are compared before and after each pass and at each update. A gradient that is at the first
+    pass after an update what it was at the update, and is added to until the next, was not cleared.
+    """
+    seen = lab.seen
+    if not real_updates(seen):
+        raise NotTestedError("no update was seen")
+    for of in optimizers_of(seen):
+        mine = places_of(of, seen)
+        n_pairs, stale = _stale(seen, of, mine)
+        n_stale = sum(bool(each.any()) for each in stale)
+        if n_stale and n_stale >= 0.5 * n_pairs:
+            which = np.any([each for each in stale if each.any()], axis=0)
+            held = [*seen.parameters.values()]
+            names = [full_name(seen, held[i][1]) for i in mine[which]]
+            lines = {each.line for each in real_updates(seen, of)} - {""}
+            return failed(
+                f"At {n_stale} of {counted(n_pairs, 'update')} the gradients of {counted(len(names), 'parameter')} "
+                "still hold those of the update before.",
+                where="; ".join([names_in_words(names), *sorted(lines)]),
+                remedy="call zero_grad() of all that the optimizer holds after each update.",
+            )
+    return _discarded(lab) or passed(
+        f"The gradients of {counted(len(real_updates(seen)), 'update')} hold those of their own passes alone."
+    )
+
+
+def _stale(seen: Observer, of: Any, mine: np.ndarray) -> tuple[int, list[np.ndarray]]:
+    """Return the pairs of updates of an optimizer, and in each which of its gradients hold those of the first."""
+    last: np.ndarray | None = None
+    carried, touched = np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
+    n, found, is_first = 0, [], True
+    for event in seen.events:
+        if isinstance(event, Backward) and last is not None:
+            before, after = (padded(each, seen)[mine] for each in (event.before, event.after))
+            if is_first:
+                carried, touched, is_first = np.isclose(before, last, rtol=1e-5, atol=0) & (last > 0), before < 0, False
+            carried, touched = carried & (before > 0), touched | (after != before)
+        elif isinstance(event, Update) and event.optimizer is of and is_real(event):
+            if last is not None and not is_first:
+                n += 1
+                found.append(carried & touched)
+            last, is_first = padded(event.norms, seen)[mine], True
+    return n, found
+
+
+def _discarded(lab: Lab) -> Result | None:
+    """Return a result if passes of each update are cleared before the update; None if none is."""
+    seen = lab.seen
+    waiting: dict[int, np.ndarray] = {}  # pass -> parameters to whose gradients it has added
+    lost: dict[int, str] = {}
+    cleared = ""
+    for event in seen.events:
+        if isinstance(event, Act) and event.kind == "clear" and event.line:
+            cleared = event.line
+        if isinstance(event, Backward):
+            before, after = padded(event.before, seen), padded(event.after, seen)
+            for i, places in list(waiting.items()):
+                if not (before[places] > 0).any():
+                    lost[i] = cleared
+                    del waiting[i]
+            added = (after > 0) & (after != before)
+            if added.any() and np.isfinite(after[added]).all():
+                waiting[seen.passes.index(event)] = added
+        elif isinstance(event, Update) and is_real(event):
+            norms = padded(event.norms, seen)
+            own = np.isin(np.arange(len(norms)), places_of(event.optimizer, seen)) & (norms > 0)
+            waiting = {i: places for i, places in waiting.items() if not (places & own).any()}
+    n, n_updates = len(seen.passes), len(real_updates(seen))
+    k = n / max(1, n_updates)
+    if k < 1.9 or len(lost) < 0.9 * (n - n_updates) - 2:
+        return None
+    line = next(iter(lost.values()))
+    words = f"The gradients of {len(lost)} of {n} passes are cleared before an update uses them"
+    shares = [_total_weight(each) for each in seen.passes]
+    divisors = [_divisor(each) for each in seen.passes]
+    is_part = all(s is not None and abs(s * round(k) - 1) < _ROUNDING for s in shares)
+    if is_part or any(d is not None and abs(d - round(k)) < 1e-6 for d in divisors):
+        return failed(
+            f"{words}, although each has 1/{round(k)} of the weight of an update.",
+            where=line or seen.passes[0].line,
+            remedy="clear gradients once an update, after it.",
+            proof=f"An update sees 1 of its {round(k)} micro-batches, with 1/{round(k)} of the loss.",
+        )
+    return not_tested(f"{words}; is that on purpose?", where=line)
+
+
+def _divisor(of: Backward) -> float | None:
+    """Return the number by which the recorded loss was divided last; None if it was not."""
+    if of.tape is None or not of.tape.is_complete or not of.tape.operations:
+        return None
+    func, args, _, _ = of.tape.operations[-1]
+    name = getattr(func, "__name__", "")
+    value = args[1] if len(args) > 1 else None
+    if not isinstance(value, int | float) or not value:
+        return None
+    return float(value) if "div" in name else 1 / float(value) if "mul" in name else None
+
+
+def _cross_entropies(of: Backward) -> list[Any]:
+    return [each for call in of.calls for each in call.labels.values() if each.is_cross_entropy]
+
+
+def _total_weight(of: Backward) -> float | None:
+    """Return the sum of the weights of all tokens in a pass; None if its loss is no cross entropy of known size."""
+    found = _cross_entropies(of)
+    if not found or any(bool((each.weights < 0).any()) for each in found):
+        return None
+    sizes = {math.prod(shape) for call in of.calls for shape in call.output_shapes}
+    if any(each.labels.numel() * each.n_classes not in sizes for each in found):
+        return None  # weights of part of the batch alone were read
+    return float(sum(each.weights.double().sum() for each in found)) / of.scale
+
+
+def _is_whole(of: Backward) -> bool:
+    """Whether the cross entropy is all of the loss."""
+    found = _cross_entropies(of)
+    if any(each.smoothing for each in found):
+        return True
+    value = sum(float((each.weights.double() * each.losses.double()).nansum()) for each in found)
+    return abs(value - of.loss) <= _ROUNDING * abs(value)
+
+
+@contract("accumulation")
+def accumulation(lab: Lab) -> Result:
+    """Has each token of an update the same weight in its gradient, and do the weights add up to 1?
+
+    Weights are read from the gradients of the logits. With the mean of each micro-batch, tokens of short ones count
+    more; without a division the gradient is that of a sum of means.
+    """
+    seen = lab.seen
+    updates = _passes_by_update(lab)
+    k = max((len(each) for each in updates), key=[len(each) for each in updates].count, default=0)
+    updates = [each for each in updates if len(each) == k]
+    totals = [[_total_weight(each) for each in passes] for passes in updates]
+    if not updates or any(each is None for passes in totals for each in passes):
+        if k < 2:
+            return not_applicable("Each update has one backward pass.")
+        raise NotTestedError(f"the loss of the {k} passes of an update is no cross entropy of an output of the model")
+    weights = np.array(totals, dtype=float)  # (update, pass)
+    counts = np.array([[sum(int(t.counts.sum()) for t in _cross_entropies(b)) for b in passes] for passes in updates])
+    if k == 1:
+        return _of_one_pass(weights[:, 0], counts[:, 0], updates)
+    if len({each.line for passes in updates for each in passes}) > 1:
+        return not_applicable(f"The {k} passes of an update are of different losses.")
+    where = next(iter({each.line for each in updates[0]}))
+    total, norm = float(np.median(weights.sum(1))), _norm_at_update(seen)
+    is_mean = bool(np.all(np.abs(weights / weights.mean() - 1) < _ROUNDING))
+    per_token = weights / np.maximum(counts, 1)
+    right = counts / counts.sum(1, keepdims=True)
+    misplaced = float(np.median(np.abs(weights / weights.sum(1, keepdims=True) - right).sum(1) / 2))
+    if is_mean and misplaced > _MISPLACED and _cross_entropies(updates[0][0])[0].labels.ndim > 1:
+        i = int(np.argmax(per_token.max(1) / per_token.min(1)))
+        low, high = int(counts[i].min()), int(counts[i].max())
+        words = (
+            f"A token of a micro-batch with {low} labels has {high / low:.2g} times the weight of one in a micro-batch "
+            f"with {high}; {fine_percent(misplaced)} of the weight of an update is on other tokens than in a mean."
+        )
+        if all(_is_scattered(each) for each in updates[0]):
+            return not_tested(f"{words} As labels are drawn at random: is a mean of means on purpose?", where=where)
+        return failed(
+            words,
+            where=where,
+            remedy="divide the summed losses of each micro-batch by the number of labels in the whole update.",
+            proof=_with_right_weights(lab, updates, weights, right),
+        )
+    is_whole = all(_is_whole(each) for passes in updates for each in passes)
+    for factor, words, remedy in (
+        (k, f"The {k} losses of an update are summed", "divide each by their number."),
+        (1 / k, f"The losses of an update have 1/{k} of their weight: they are divided twice", "divide once."),
+    ):
+        if abs(total / factor - 1) < _ROUNDING and is_whole:
+            return failed(
+                f"{words}; the weights of its tokens add up to {total:.3g} instead of 1.",
+                where=where,
+                remedy=remedy,
+                proof=f"The norm of the gradient is {norm / factor:.3g} instead of {norm:.3g}." if norm > 0 else "",
+            )
+    return passed(
+        f"The weights of the tokens in the {k} passes of an update add up to {total:.3g}; {fine_percent(misplaced)} of "
+        "the weight is misplaced."
+    )
+
+
+def _is_scattered(of: Backward) -> bool:
+    """Whether the labels that count lie as if each was drawn at random, as those of masked tokens, not in a row."""
+    found = _cross_entropies(of)[0].counts
+    share = float(found.double().mean())
+    n_runs = int((found[:, 1:] & ~found[:, :-1]).sum() + found[:, 0].sum())
+    return share < 0.9 and n_runs > 0.6 * (1 - share) * int(found.sum())
+
+
+def _passes_by_update(lab: Lab) -> list[list[Backward]]:
+    """Return the passes of each update of the optimizer that holds most of the model, without the first group.
+
+    Passes whose gradients were cleared count as well.
+    """
+    seen = lab.seen
+    held = {id(p) for root in seen.roots[:1] for p in root.parameters()}
+    optimizers = optimizers_of(seen)
+    if not optimizers:
+        raise NotTestedError("no update was seen")
+    of = max(optimizers, key=lambda each: sum(id(p) in held for g in each.param_groups for p in g["params"]))
+    found: list[list[Backward]] = [[]]
+    for event in seen.events:
+        if isinstance(event, Backward) and any(bare(c.module) is seen.roots[0] for c in event.calls):
+            found[-1].append(event)
+        elif isinstance(event, Update) and event.optimizer is of and is_real(event) and found[-1]:
+            found.append([])
+    return found[:-1]
+
+
+def _norm_at_update(seen: Observer) -> float:
+    """Return the norm of the gradient of all parameters after the last pass before an update."""
+    last = [each for each in seen.passes if each.update < seen.n_done]
+    return float(np.sqrt(np.nansum((last or seen.passes)[-1].after ** 2))) / seen.passes[-1].scale
+
+
+def _of_one_pass(weights: np.ndarray, counts: np.ndarray, updates: list[list[Backward]]) -> Result:
+    n = 1 / float(np.median(weights))
+    is_whole = all(_is_whole(each) for passes in updates for each in passes)
+    is_constant = np.all(np.abs(weights * n - 1) < _ROUNDING)
+    if is_whole and is_constant and round(n) >= 2 and abs(n / round(n) - 1) < 0.005:
+        return not_tested(
+            f"The loss is 1/{round(n)} of the mean over its tokens, with one pass for each update; is that on purpose?",
+            where=updates[0][0].line,
+        )
+    return passed(f"One pass for each update, whose weights of tokens add up to {float(np.median(weights)):.3g}.")
+
+
+def _with_right_weights(lab: Lab, updates: list[list[Backward]], weights: np.ndarray, right: np.ndarray) -> str:
+    """Return how far the gradient of the first update is from that with the same weight for each token."""
+    parameters = _compared(lab.model)
+    if len(updates[0]) > 4 or len(parameters) < len([*lab.model.parameters()]) // 2:
+        return ""
+    gap: list[Any] = [0.0] * len(parameters)
+    whole: list[Any] = [0.0] * len(parameters)
+    try:
+        for i, each in enumerate(updates[0]):
+            gradients = _gradients(lab, each, parameters)
+            factor = float(right[0, i] / weights[0, i])
+            for j, g in enumerate(gradients):
+                if g is not None:
+                    whole[j] = whole[j] + factor * g
+                    gap[j] = gap[j] + (factor - 1 / float(weights[0].sum())) * g
+    except NotTestedError:
+        return ""
+    norms = [math.sqrt(sum(float(torch.as_tensor(t).square().sum()) for t in each)) for each in (gap, whole)]
+    return f"With equal weights the gradient of an update changes by {fine_percent(norms[0] / norms[1])} of its norm."
+
+
+# The same gradient computed otherwise
+
+
+def _compared(model: nn.Module) -> list[Tensor]:
+    """Return trained parameters by whose gradients passes are compared."""
+    found: list[Tensor] = []
+    n = 0
+    for p in model.parameters():
+        if p.requires_grad and n + p.numel() <= _MOST_COMPARED:
+            found.append(p)
+            n += p.numel()
+    return found
+
+
+def _gradients(
+    lab: Lab,
+    of: Backward,
+    parameters: list[Tensor],
+    *,
+    run: Callable[[Any], Any] | None = None,
+    trains: bool = True,
+    jitter: bool = False,
+    seed: int = 0,
+) -> list[Tensor | None]:
+    """Return the gradient of a recorded pass, computed again.
+
+    Args:
+        lab: Passes of the training.
+        of: Backward pass whose operations were recorded.
+        parameters: Parameters by which the loss is differentiated.
+        run: Function that makes a call again; None for the module without wrappers.
+        trains: Whether modules have the modes of the training.
+        jitter: Whether the outputs of all innermost modules are moved by one rounding.
+        seed: Seed of the random numbers of the pass.
+    """
+    tape = of.tape
+    if tape is None or not tape.is_complete or not all(call.is_kept for call in tape.calls):
+        raise NotTestedError("how the loss follows from the outputs of the model was not seen")
+    if len({id(bare(call.module)) for call in tape.calls}) > 1:
+        raise NotTestedError("the loss is one of several modules")
+    protected = _while_compiled if run else lab.undisturbed
+    with protected(tape.calls[0], trains=trains, gradients=True):
+        torch.manual_seed(seed)
+        with _jittered(bare(tape.calls[0].module)) if jitter else nullcontext():
+            loss = tape.loss([(run or lab.run)(call) for call in tape.calls])
+            return [*torch.autograd.grad(loss / of.scale, parameters, allow_unused=True)]
+
+
+@contextmanager
+def _while_compiled(call: Any, *, trains: bool, gradients: bool) -> Iterator[None]:
+    """Restore buffers, modes and random states; nothing is compiled within the context of other experiments."""
+    module = bare(call.module)
+    before = [(b, b.detach().clone()) for b in module.buffers()]
+    devices = sorted({p.device for p in module.parameters() if p.is_cuda}, key=str)
+    modes = nullcontext() if trains else eval_mode(module)
+    with torch.random.fork_rng(devices=devices), torch.set_grad_enabled(gradients), modes:
+        yield
+    with torch.no_grad():
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+@contextmanager
+def _jittered(model: nn.Module) -> Iterator[None]:
+    """Move the outputs of all innermost modules by one rounding up or down."""
+    generator = torch.Generator().manual_seed(1)
+
+    def move(module: nn.Module, args: tuple, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        signs = 2.0 * torch.randint(0, 2, output.shape, generator=generator) - 1
+        return output * (1 + torch.finfo(output.dtype).eps * signs.to(output))
+
+    handles = [m.register_forward_hook(move) for m in model.modules() if not [*m.children()]]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _gap(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> tuple[float, np.ndarray]:
+    """Return the distance of two gradients over the norm of the second, in all and for each parameter."""
+    apart, sizes = [], []
+    for x, y in zip(a, b, strict=True):
+        x, y = (torch.zeros(()) if t is None else t.detach().double() for t in (x, y))
+        apart.append(float((x - y.to(x.device)).norm()))
+        sizes.append(float(y.norm()))
+    total = math.sqrt(sum(each**2 for each in sizes))
+    return math.sqrt(sum(each**2 for each in apart)) / max(total, 1e-300), np.array(apart)
+
+
+def _worst(lab: Lab, parameters: list[Tensor], apart: np.ndarray) -> str:
+    """Return the names of the parameters whose gradients differ the most."""
+    return names_in_words([lab.seen.name_of(parameters[i]) for i in np.argsort(-apart)[:3] if apart[i] > 0])
+
+
+@contract("recompute")
+def recompute(lab: Lab) -> Result:
+    """Is the gradient with activation checkpointing that without it, for the same random numbers?
+
+    The difference is compared with that by one rounding in all outputs of modules.
+    """
+    seen = lab.seen
+    if not seen.checkpoints:
+        return not_applicable("No activation checkpointing is used.")
+    of, parameters = lab.taped(), _compared(lab.model)
+    with _without_checkpoints():
+        plain = _gradients(lab, of, parameters)
+    norms = dict(zip(seen.parameters, reached(seen), strict=True))
+    missing = [
+        seen.name_of(p)
+        for p, g in zip(parameters, plain, strict=True)
+        if g is not None and bool(g.any()) and math.isnan(norms.get(id(p), math.nan))
+    ]
+    if missing and "reentrant" in seen.checkpoints:
+        return failed(
+            f"{counted(len(missing), 'parameter')} have a gradient without checkpointing and none with it.",
+            where=names_in_words(missing),
+            remedy="pass use_reentrant=False, or let the inputs of the checkpointed modules require gradients.",
+            proof=f"Without checkpointing, {counted(sum(g is not None for g in plain), 'parameter')} have a gradient.",
+        )
+    if "reentrant" in seen.checkpoints:
+        return not_tested("Reentrant checkpointing differentiates in ways that cannot be repeated on a copy.")
+    gap, apart = _gap(_gradients(lab, of, parameters), plain)
+    with _without_checkpoints():
+        noise, _ = _gap(_gradients(lab, of, parameters, jitter=True), plain)
+    words = f"Gradients with and without checkpointing differ by {number_in_words(gap)} of their norm"
+    if gap <= max(16 * noise, 1e-6):
+        return passed(f"{words}; one rounding makes {number_in_words(noise)}.")
+    return failed(
+        f"{words}, and by {number_in_words(noise)} after one rounding in all outputs.",
+        where=_worst(lab, parameters, apart),
+        remedy="keep random states (preserve_rng_state=True), and checkpoint functions without side effects.",
+    )
+
+
+@contextmanager
+def _without_checkpoints() -> Iterator[None]:
+    """Let checkpointed functions run as others."""
+    names = ("_checkpoint_without_reentrant_generator", "CheckpointFunction")
+    before = [getattr(checkpoint, name) for name in names]
+
+    def through(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    plain = SimpleNamespace(apply=lambda function, preserve, *args: function(*args))
+    try:
+        for name, value in zip(names, (through, plain), strict=True):
+            setattr(checkpoint, name, value)
+        yield
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(checkpoint, name, value)
+
+
+@contract("compiled_equals_eager")
+def compiled_equals_eager(lab: Lab) -> Result:
+    """Is the gradient of a compiled module that of its code, run as written?
+
+    The difference is compared with that by one rounding in all outputs of modules. If the pass is random, it is made in
+    eval mode.
+    """
+    calls = [call for call in lab.calls if _is_compiled(call.module)]
+    if not calls:
+        return not_applicable("No module is compiled.")
+    if is_shared():
+        raise NotTestedError("compiled modules are compared on one rank only")
+    of, parameters = lab.taped(), _compared(lab.model)
+
+    def as_compiled(call: Any) -> Any:
+        lab.n_passes += 1
+        kind = parameters[0].device.type
+        with torch.autocast(kind, call.autocast, enabled=call.autocast is not None):
+            return call.module(*call.args, **call.kwargs)
+
+    for trains in (True, False):
+        eager = _gradients(lab, of, parameters, trains=trains)
+        noise, _ = _gap(_gradients(lab, of, parameters, trains=trains, jitter=True, seed=1), eager)
+        if noise < 1e-2:
+            break
+    else:
+        raise NotTestedError("the gradient is random in eval mode as well")
+    gap, apart = _gap(_gradients(lab, of, parameters, run=as_compiled, trains=trains), eager)
+    words = f"Gradients of the compiled and the eager module differ by {number_in_words(gap)} of their norm"
+    if gap <= max(16 * noise, 1e-6):
+        return passed(f"{words}; one rounding makes {number_in_words(noise)}.")
+    return failed(
+        f"{words}, and by {number_in_words(noise)} after one rounding in all outputs.",
+        where=_worst(lab, parameters, apart),
+        remedy="make the code the same when it is compiled; look at branches on is_compiling(), and at other backends.",
+    )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return any(
+        hasattr(each, "_orig_mod") or getattr(each, "_compiled_call_impl", None) is not None
+        for each in module.modules()
+    )
+
+
+@contract("balance_loss")
+def balance_loss(lab: Lab) -> Result:
+    """Is the auxiliary loss of a mixture of experts part of the loss, and does its gradient reach the router?"""
+    configs = {
+        id(c): c for root in lab.seen.roots for m in root.modules() if (c := getattr(m, "config", None)) is not None
+    }
+    config = next((c for c in configs.values() if getattr(c, "router_aux_loss_coef", None)), None)
+    if config is None:
+        return not_applicable("No configuration has an auxiliary loss of routers.")
+    value = float(config.router_aux_loss_coef)
+    call = next((each for each in lab.calls if getattr(bare(each.module), "config", None) is config), lab.call)
+    asked = call.kwargs.get("output_router_logits")
+    if not (asked if asked is not None else getattr(config, "output_router_logits", False)):
+        words = f"router_aux_loss_coef is {value:g}, but output_router_logits is off: the loss has no auxiliary term"
+        is_default = value == getattr(type(config)(), "router_aux_loss_coef", None)
+        if is_default and was_loaded(lab):
+            return not_tested(f"{words}; is that on purpose?", where="output_router_logits")
+        return failed(
+            f"{words}.", where="output_router_logits", remedy="set output_router_logits=True, or the factor to 0."
+        )
+    with lab.undisturbed(call, trains=True, gradients=True):
+        output = lab.run(call)
+        auxiliary, loss = getattr(output, "aux_loss", None), getattr(output, "loss", None)
+        if not isinstance(auxiliary, Tensor) or not auxiliary.requires_grad:
+            raise NotTestedError("the output has no auxiliary loss with a gradient")
+        names = [n for n, p in lab.model.named_parameters() if p.requires_grad]
+        parameters = [p for p in lab.model.parameters() if p.requires_grad]
+        gradients = torch.autograd.grad(auxiliary, parameters, allow_unused=True, retain_graph=True)
+        routers = [n for n, g in zip(names, gradients, strict=True) if g is not None and bool(g.any())]
+        share = None
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            share = torch.autograd.grad(loss, auxiliary, allow_unused=True)[0]
+    where = "the auxiliary loss"
+    if not routers:
+        return failed(
+            f"The auxiliary loss of {float(auxiliary.detach()):.3g} has no gradient.",
+            where=where,
+            remedy="compute it from the probabilities of the router.",
+        )
+    if loss is not None and (share is None or not float(share)):
+        return failed(
+            f"The loss does not depend on the auxiliary loss of {float(auxiliary.detach()):.3g}.",
+            where=where,
+            remedy="add it to the loss with its factor.",
+        )
+    factor = "" if share is None else f" with the factor {float(share):.3g}"
+    return passed(f"The auxiliary loss is {float(auxiliary.detach()):.3g}{factor}; {len(routers)} parameters move it.")
+
+
+def was_loaded(lab: Lab) -> bool:
+    """Whether weights may come from a checkpoint: some were loaded, or the script was not seen from its beginning."""
+    seen = lab.seen
+    named = [getattr(getattr(m, "config", None), "_name_or_path", "") for root in seen.roots for m in root.modules()]
+    return not seen.sees_all or any(named) or any(act.kind == "load" for act in seen.acts)
