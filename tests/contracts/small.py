@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workbench.contracts.check import check
-from workbench.contracts.results import Report
+from workbench.contracts.results import CheckReport
 
 N_IDS, LENGTH = 24, 12
 
@@ -74,7 +74,7 @@ def lm_loss(model: nn.Module, ids: Tensor) -> Tensor:
     return next_token(model(ids), ids)
 
 
-def checked(model: nn.Module | None = None, loss: Any = lm_loss, batches: Any = None, **options: Any) -> Report:
+def checked(model: nn.Module | None = None, loss: Any = lm_loss, batches: Any = None, **options: Any) -> CheckReport:
     torch.manual_seed(0)
     model = Model() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

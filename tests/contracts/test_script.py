@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import workbench.cli
-from workbench.contracts.results import Report, Result, Status
+from workbench.contracts.results import CheckReport, Result, Status
 from workbench.contracts.script import _merged, _within, exit_status
 
 pytestmark = [pytest.mark.subprocess]
@@ -112,8 +112,8 @@ def test_the_command_keeps_options_of_the_launcher():
 
 
 def test_a_failure_on_one_rank_counts_and_is_named():
-    good = Report([Result("causal", Status.PASSED, "fine")], 3, 0.1)
-    bad = Report([Result("causal", Status.FAILED, "leak", where="the mask", remedy="mask")], 3, 0.2)
+    good = CheckReport([Result("causal", Status.PASSED, "fine")], 3, 0.1)
+    bad = CheckReport([Result("causal", Status.FAILED, "leak", where="the mask", remedy="mask")], 3, 0.2)
     merged = _merged([good, bad])
     assert merged["causal"].where == "the mask (rank 1)"
     assert exit_status(merged) == 1
@@ -121,8 +121,8 @@ def test_a_failure_on_one_rank_counts_and_is_named():
 
 
 def test_a_report_is_the_same_from_json_and_written_as_a_page(tmp_path):
-    report = Report([Result("causal", Status.FAILED, "a < b & c", where="<x>", remedy="mask", proof="p")], 3, 0.25)
-    again = Report.of_json(json.loads(report.write(tmp_path / "a.json").read_text()))
+    report = CheckReport([Result("causal", Status.FAILED, "a < b & c", where="<x>", remedy="mask", proof="p")], 3, 0.25)
+    again = CheckReport.of_json(json.loads(report.write(tmp_path / "a.json").read_text()))
     assert again == report
     page = report.write(tmp_path / "a.html", html=True).read_text()
     assert "a &lt; b &amp; c" in page

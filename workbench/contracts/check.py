@@ -22,7 +22,7 @@ from workbench.contracts import ranks as ranks
 from workbench.contracts import updates as updates
 from workbench.contracts.lab import CONTRACTS, all_results
 from workbench.contracts.observer import Observer
-from workbench.contracts.results import Report
+from workbench.contracts.results import CheckReport
 from workbench.errors import OptionError
 from workbench.models.calling import bare, call_model
 from workbench.models.losses import loss_in
@@ -42,7 +42,7 @@ def check(
     *,
     updates: PositiveInt = _N_UPDATES,
     accept: Sequence[str] = (),
-) -> Report:
+) -> CheckReport:
     """Test whether a training is wired as its author believes: each contract by a short experiment on copies.
 
     A few updates are made with the optimizer, then the experiments. Parameters, the optimizer, gradients, modes and
@@ -92,7 +92,7 @@ def check(
         seen = _observe_trainer(model, updates, ready)
     else:
         seen = _observe_loop(model, optimizer, batches, loss, updates, ready)
-    return Report(found, seen.n_done, time.perf_counter() - start, [each.loss for each in seen.passes])
+    return CheckReport(found, seen.n_done, time.perf_counter() - start, [each.loss for each in seen.passes])
 
 
 def _observe_loop(

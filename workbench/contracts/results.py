@@ -70,7 +70,7 @@ _MARKS = {
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """Results of all contracts of one training; printed as a table with one line a contract.
 
     Attributes:
@@ -124,7 +124,7 @@ class Report:
         }
 
     @classmethod
-    def of_json(cls, values: dict[str, Any]) -> Report:
+    def of_json(cls, values: dict[str, Any]) -> CheckReport:
         """Return the report that `as_json` has described."""
         losses = [math.nan if each is None else each for each in values["losses"]]
         return cls([Result.of_json(each) for each in values["checks"]], values["n_updates"], values["seconds"], losses)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from workbench.contracts.results import Report, Result, Status
+from workbench.contracts.results import CheckReport, Result, Status
 from workbench.errors import OptionError
 
 #: Exit statuses of a check.
@@ -26,7 +26,7 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 def check_script(
     command: Sequence[str], *, updates: int = 20, accept: Sequence[str] = (), goes_on: bool = False
-) -> Report:
+) -> CheckReport:
     """Run the command of a training under observation, and return the results by contract.
 
     Args:
@@ -49,7 +49,7 @@ def check_script(
     if not ranks:
         words = f"ended with status {status}" if status else "ended"
         raise OptionError(f"The script {words} before its first update; pass a command that trains a model with torch.")
-    return _merged([Report.of_json(each) for each in ranks])
+    return _merged([CheckReport.of_json(each) for each in ranks])
 
 
 def _within(command: list[str], own: list[str]) -> list[str]:
@@ -78,7 +78,7 @@ def _within(command: list[str], own: list[str]) -> list[str]:
     return [program, *command[1:i], *own, *command[i:]]
 
 
-def _merged(ranks: Sequence[Report]) -> Report:
+def _merged(ranks: Sequence[CheckReport]) -> CheckReport:
     """Return one report of several ranks, in which a failure on any of them counts."""
     order = [Status.FAILED, Status.ACCEPTED, Status.NOT_TESTED, Status.PASSED, Status.NOT_APPLICABLE]
     found: list[Result] = []
@@ -89,10 +89,10 @@ def _merged(ranks: Sequence[Report]) -> Report:
         if worst.status is Status.FAILED and 0 < len(on) < len(ranks):
             worst = replace(worst, where=f"{worst.where} (rank {', '.join(on)})")
         found.append(worst)
-    return Report(found, ranks[0].n_updates, max(report.seconds for report in ranks), ranks[0].losses)
+    return CheckReport(found, ranks[0].n_updates, max(report.seconds for report in ranks), ranks[0].losses)
 
 
-def exit_status(report: Report) -> int:
+def exit_status(report: CheckReport) -> int:
     """Return the exit status of a report: 0 all passed, 1 something failed, 2 something could not be tested."""
     return _STATUSES.get(Status(report.verdict), PASSED)
 
@@ -117,7 +117,7 @@ def main() -> None:
         start = time.perf_counter()
         results = all_results(seen, tuple(given.accept))
         losses = [each.loss for each in seen.passes]
-        report = Report(results, seen.n_done, time.perf_counter() - start, losses)
+        report = CheckReport(results, seen.n_done, time.perf_counter() - start, losses)
         name = f"{int(os.environ.get('RANK', 0)):05}.json"
         (given.folder / name).write_text(json.dumps(report.as_json()), encoding="utf-8")
         if not (given.go_on or ends_by_itself):
