@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from workbench.contracts import data as data
 from workbench.contracts import dependence as dependence
 from workbench.contracts import gradients as gradients
+from workbench.contracts import learning as learning
 from workbench.contracts import modes as modes
 from workbench.contracts import ranks as ranks
 from workbench.contracts import updates as updates

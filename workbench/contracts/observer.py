@@ -6,9 +6,9 @@ import contextlib
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace, TracebackType
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ _N_SAMPLED, _MOST_SAMPLED = 8, 1 << 18
 _MOST_LINES = 4
 #: Most tensors of an output whose gradients are read.
 _MOST_OUTPUTS = 8
+#: Bytes of the state of torch's generator on the CPU.
+_GENERATOR = torch.get_rng_state().numel()
 #: Most calls without gradient that are noted.
 _MOST_LOOKS = 4096
 
@@ -175,6 +177,8 @@ class Update:
         norms: Norm of the gradient of each parameter before it, NaN without one.
         versions: How often each parameter had been written to, before and after.
         copies: Copies of some parameters.
+        cosine: Cosine of the gradient of these parameters and their change, without decoupled decay; NaN if unknown.
+        before: Of the last update, all parameters before it, while they are small.
         line: Line of the script that made it.
         wraps: Whether another optimizer made its update within this one, as in SAM.
     """
@@ -187,6 +191,8 @@ class Update:
     copies: list[Copy]
     line: str
     wraps: bool = False
+    cosine: float = float("nan")
+    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,8 @@ class Act:
 
     It is ``create`` (of an optimizer, a schedule or a scaler), ``clip``, ``clear`` (``zero_grad``), ``load`` (of
     weights), ``reduce`` (of a gradient over ranks, by the loop itself), ``cross entropy``, ``schedule``,
-    ``scaler scale``, ``scaler unscale``, ``scaler step`` or ``scaler update``.
+    ``scaler scale``, ``scaler unscale``, ``scaler step``, ``scaler update``, ``file read``, ``file write``,
+    ``module loads``, ``optimizer loads``, ``schedule loads``, or ``trainer``, the begin of a Trainer.
     """
 
     kind: str
@@ -320,6 +327,13 @@ class Observer:
         ]
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(nn.Module, "train", self._set_mode)
+        self._replace(torch, "save", self._file("write"))
+        self._replace(torch, "load", self._file("read"))
+        self._replace(nn.Module, "load_state_dict", self._noted("module loads"))
+        self._replace(optimizer.Optimizer, "load_state_dict", self._noted("optimizer loads"))
+        for kind in {each for each in vars(lr_scheduler).values() if isinstance(each, type)}:
+            if "load_state_dict" in vars(kind) and not issubclass(kind, optimizer.Optimizer):
+                self._replace(kind, "load_state_dict", self._noted("schedule loads"))
         for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
             self._replace(clip_grad, name, self._clip)
         self._replace(nn.utils, "clip_grad_value_", self._clip)
@@ -478,7 +492,8 @@ class Observer:
         for i, tensor in enumerate(tensors[:_MOST_OUTPUTS]):
             if tensor.grad_fn is not None:
                 self._follow(call, i, tensor)
-        if self.n_done < _N_TAPED and self._tape is None and not _get_current_function_mode_stack():
+        is_taped = self.n_done < _N_TAPED or self.n_done == self.n_updates - 1
+        if is_taped and self._tape is None and not _get_current_function_mode_stack():
             self._tape = Tape()
             self._tape.__enter__()
         if self._tape is not None:
@@ -593,6 +608,23 @@ class Observer:
         self._stepping.append(update)
         self.updates.append(update)
         self.events.append(update)
+        size = sum(p.numel() * p.element_size() for p in held)
+        if self.n_done == self.n_updates - 1 and size <= _MOST_BYTES:
+            update.before = [(p, p.detach().clone()) for p in held]
+        if sum(each.optimizer is of for each in self.updates) == 1:
+            self._note_trainer(of)
+
+    def _note_trainer(self, of: Any) -> None:
+        """Note at which step a Trainer begins with an optimizer, and how many tensors have a state."""
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            state = getattr(frame.f_locals.get("self"), "state", None)
+            step, epoch = getattr(state, "global_step", None), getattr(state, "epoch", None)
+            if frame.f_globals.get("__name__") == "transformers.trainer" and isinstance(step, int):
+                numbers = {"step": float(step), "epoch": float(epoch or 0), "n_states": float(len(of.state))}
+                self._note("trainer", of, numbers)
+                return
+            frame = frame.f_back
 
     def _copies(self, of: Any) -> list[Copy]:
         """Copy some parameters of an optimizer, evenly spaced, with gradients and states."""
@@ -619,6 +651,7 @@ class Observer:
         update.versions = (update.versions[0], [p._version for p in held])
         for each in update.copies:
             each.after = each.parameter.detach().clone()
+        update.cosine = _cosine(update.copies)
         for earlier in self.updates[:-3]:
             earlier.copies = []
         self._stepped.add(id(of))
@@ -667,10 +700,56 @@ class Observer:
         self.checkpoints.add("not reentrant")
         return own(*args, **kwargs)
 
+    def _file(self, kind: str) -> Callable[..., Any]:
+        """Note what a file holds that is read or written, and whether the script itself does it."""
+
+        def call(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = own(*args, **kwargs)
+            path = args[1 if kind == "write" else 0] if len(args) > (kind == "write") else kwargs.get("f")
+            held = _contents(result if kind == "read" else args[0] if args else kwargs.get("obj"))
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_globals.get("__name__") == __name__:
+                frame = frame.f_back
+            is_ours = frame is not None and not is_library(frame.f_globals.get("__name__", ""))
+            self._note(f"file {kind}", str(path), held | {"by_script": float(is_ours)})
+            return result
+
+        return call
+
     def _note(self, kind: str, of: Any, numbers: dict[str, float]) -> None:
         if not self.is_over:
             self.acts.append(Act(kind, self.n_done, len(self.passes), line_of_script(), of, numbers))
             self.events.append(self.acts[-1])
+
+
+@torch.no_grad()
+def _cosine(copies: Sequence[Copy]) -> float:
+    """Return the cosine of gradients and changes of parameters, without what decoupled weight decay may take."""
+    along = size = length = 0.0
+    for each in copies:
+        if each.gradient is not None and each.after is not None and not each.gradient.is_sparse:
+            decay = float(each.group.get("lr", 0.0)) * float(each.group.get("weight_decay", 0.0) or 0.0)
+            g, before = local_part(each.gradient).double(), local_part(each.before).double()
+            change = local_part(each.after).double() - before * (1 - decay)
+            along, size = along + float((g * change).sum()), size + float(g.square().sum())
+            length += float(change.square().sum())
+    return along / (size * length) ** 0.5 if size * length > 0 else float("nan")
+
+
+def _contents(value: Any, depth: int = 3) -> dict[str, float]:
+    """Return how many states of optimizers, schedules and generators of random numbers a file holds."""
+    found = {"optimizer": 0.0, "schedule": 0.0, "generator": 0.0}
+    if isinstance(value, Tensor):
+        found["generator"] = float(value.dtype == torch.uint8 and value.ndim == 1 and value.numel() == _GENERATOR)
+    elif isinstance(value, Mapping) and "param_groups" in value and "state" in value:
+        found["optimizer"] = float(bool(value["state"]))
+    elif isinstance(value, Mapping) and "last_epoch" in value:
+        found["schedule"] = 1.0
+    elif depth and isinstance(value, Mapping | list | tuple):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            for name, n in _contents(part, depth - 1).items():
+                found[name] += n
+    return found
 
 
 def _axes_that_sum_to_zero(gradient: Tensor) -> list[int]:

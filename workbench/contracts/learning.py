@@ -1,0 +1,252 @@
+"""Contracts of the updates: whether they descend, whether their rate is in range, and whether a resume restores all."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, passed
+from workbench.contracts.observer import Backward, Update
+from workbench.contracts.results import Result
+from workbench.formatting import number_in_words
+from workbench.models.calling import bare
+from workbench.models.losses import tensors_in
+
+#: Names of functions that measure an error, which no training makes larger.
+_ERRORS = ("_loss", "cross_entropy", "with_logits", "pow", "square", "abs", "kl_div")
+#: Least number of updates for a statement.
+_LEAST = 3
+
+
+@contract("descends")
+def descends(lab: Lab) -> Result:
+    """Do updates go down the gradient that the optimizer has read?
+
+    The cosine of gradient and change is computed for some parameters in each update. Momentum may turn it for a while;
+    an optimizer all of whose updates go up makes the loss larger.
+    """
+    seen = lab.seen
+    found: dict[int, list[Update]] = {}
+    for update in seen.updates:
+        if not math.isnan(update.cosine):
+            found.setdefault(id(update.optimizer), []).append(update)
+    if not found or max(len(each) for each in found.values()) < _LEAST:
+        raise NotTestedError("fewer than three updates with a gradient and a change were seen")
+    for updates in found.values():
+        if len(updates) < _LEAST or not all(update.cosine > 0 for update in updates):
+            continue
+        words = f"All {len(updates)} updates go up their gradient, the first with the cosine {updates[0].cosine:.2g}"
+        tape = next((one.tape for one in seen.passes if one.tape is not None and one.tape.is_complete), None)
+        is_error = tape is not None and any(name.endswith(_ERRORS) for name in tape.functions)
+        if len(found) > 1 or not is_error:
+            raise NotTestedError(f"{words[0].lower()}{words[1:]}: is the loss to be maximized?")
+        losses = [one.loss for one in seen.passes]
+        return failed(
+            f"{words}; the loss goes from {number_in_words(losses[0])} to {number_in_words(losses[-1])}.",
+            where=f"{type(updates[0].optimizer).__name__} ({updates[0].line})",
+            remedy="leave out maximize=True, a negative rate, or a sign before the loss.",
+        )
+    updates = max(found.values(), key=len)
+    n = sum(update.cosine < 0 for update in updates)
+    return passed(f"{n} of {len(updates)} updates go down their gradient, the last with {updates[-1].cosine:.2g}.")
+
+
+@contract("rate_in_range")
+def rate_in_range(lab: Lab) -> Result:
+    """Does the last update lower the loss of its own batch, and if not, does a shorter step?
+
+    The loss is computed again after the update, and after a quarter and a sixteenth of it. One update that is too long
+    is usual; the rate is out of range if the training is worse than at its beginning as well.
+    """
+    if "descends" in lab.failed:
+        raise NotTestedError("updates go up their gradient")
+    update, of = _last(lab)
+    losses, before = _by_update(lab), of.loss
+    with _moved(update, 1.0):
+        after = _loss(lab, of)
+    if after > before:
+        with _moved(update, 0.0):
+            again = _loss(lab, of)
+        # The scale of a gradient scaler may have grown since; any other difference makes the comparison void.
+        if of.scale == 1.0 and abs(again - before) > 1e-3 * abs(before):
+            raise NotTestedError("the loss before the last update cannot be computed again")
+        before = again
+    words = f"The last update, with the rate {max(update.rates):.3g}, takes the loss of its batch"
+    unit = of.scale * before / of.loss if of.loss else 1.0
+    change = f"{words} from {before / unit:.4g} to {after / unit:.4g}"
+    if after <= before:
+        return passed(f"{change}.")
+    later = losses[len(losses) // 2 :]
+    if min(later) <= losses[0]:
+        return passed(f"{change}; over all updates it falls from {losses[0]:.4g} to {min(later):.4g}.")
+    shorter = {}
+    for share in (0.25, 0.0625):
+        with _moved(update, share):
+            shorter[share] = _loss(lab, of)
+    lower = next((share for share in (0.25, 0.0625) if shorter[share] < before), None)
+    proof = (
+        ""
+        if lower is None
+        else f"A step of {lower:.3g} times this length takes the loss to {shorter[lower] / unit:.4g}."
+    )
+    if lower is None:  # momentum has turned the step away from the gradient
+        value = _down_the_gradient(lab, update, of)
+        if value >= before:
+            raise NotTestedError("steps of any length raise the loss")
+        proof = f"A small step down the gradient of this batch takes the loss to {value / unit:.4g}."
+    return failed(
+        f"{change}; in the second half of {len(losses)} updates losses are {min(later):.4g} or more, above the first, "
+        f"{losses[0]:.4g}.",
+        where=f"the rate of {type(update.optimizer).__name__} ({update.line})",
+        remedy="make the rate smaller, and let it rise over the first updates.",
+        proof=proof,
+    )
+
+
+def _last(lab: Lab) -> tuple[Update, Backward]:
+    """Return the last update with its backward pass, if the loss is that of one pass and one optimizer."""
+    seen = lab.seen
+    if len(seen.optimizers) != 1:
+        raise NotTestedError("several optimizers train against or beside each other")
+    update = next((each for each in reversed(seen.updates) if each.before), None)
+    if update is None:
+        raise NotTestedError("parameters before the last update were not kept")
+    own = [one for one in seen.passes if one.update == update.index]
+    if len(own) != 1 or update is not seen.updates[-1]:
+        raise NotTestedError("the last update has gradients of several backward passes")
+    tape = own[0].tape
+    if tape is None or not tape.is_complete or not tape.calls or not all(call.is_kept for call in tape.calls):
+        raise NotTestedError("how the loss follows from the outputs of the model was not seen")
+    return update, own[0]
+
+
+def _by_update(lab: Lab) -> list[float]:
+    """Return the mean loss of each update, without the factor of a gradient scaler."""
+    found: dict[int, list[float]] = {}
+    for one in lab.seen.passes:
+        found.setdefault(one.update, []).append(one.loss / one.scale)
+    return [sum(each) / len(each) for each in found.values()]
+
+
+@contextmanager
+def _moved(update: Update, share: float) -> Iterator[None]:
+    """Put parameters at a share of the way that an update has gone; restore them bit by bit."""
+    now = [p.data for p, _ in update.before]
+    try:
+        if share != 1.0:
+            for p, before in update.before:
+                p.data = torch.lerp(before, p.data, share)
+        yield
+    finally:
+        for (p, _), data in zip(update.before, now, strict=True):
+            p.data = data
+
+
+def _down_the_gradient(lab: Lab, update: Update, of: Backward) -> float:
+    """Return the loss after a step down the gradient, a hundredth of the last update long."""
+    assert of.tape is not None
+    trained = [p for p, _ in update.before if p.requires_grad]
+    length = math.sqrt(sum(float((p.detach() - before).square().sum()) for p, before in update.before))
+    with _moved(update, 0.0):
+        with lab.undisturbed(of.tape.calls[0], trains=True, gradients=True):
+            gradients = torch.autograd.grad(lab.loss(of), trained, allow_unused=True)
+        size = math.sqrt(sum(float(g.square().sum()) for g in gradients if g is not None))
+        for p, g in zip(trained, gradients, strict=True):
+            if g is not None and size > 0:
+                p.data = p.data - g * (0.01 * length / size)
+        return _loss(lab, of)
+
+
+def _loss(lab: Lab, of: Backward) -> float:
+    assert of.tape is not None
+    with lab.undisturbed(of.tape.calls[0], trains=True):
+        return float(lab.loss(of).detach())
+
+
+# Resumed trainings
+
+
+@contract("resume")
+def resume(lab: Lab) -> Result:
+    """After a checkpoint is read, is everything restored that it holds?
+
+    States of optimizers and schedules in the file are compared with what is loaded before the next pass, and the first
+    batch afterwards with the first one of the training.
+    """
+    if (found := _resumed_trainer(lab)) is not None:
+        return found
+    acts = lab.seen.acts
+    reads = [i for i, act in enumerate(acts) if act.kind == "file read" and act.numbers["optimizer"]]
+    if not reads:
+        return not_applicable("No file with the state of an optimizer is read.")
+    i = reads[-1]
+    read = acts[i]
+    loads = [act for act in acts[i + 1 :] if act.n_passes == read.n_passes and act.kind.endswith(" loads")]
+    models = [act.of for act in loads if act.kind == "module loads" and isinstance(act.of, nn.Module)]
+    later = [call.module for one in lab.seen.passes[read.n_passes :] for call in one.calls]
+    later += [lab.seen.interrupted.module] if lab.seen.interrupted is not None else []
+    if not any(bare(module) is bare(model) for module in later for model in models):
+        return not_applicable("No model that is loaded from a file is trained afterwards.")
+    kinds = {act.kind for act in loads}
+    missing = [name for name in ("optimizer", "schedule") if read.numbers[name] and f"{name} loads" not in kinds]
+    if missing:
+        words = f"The file that {read.line} reads has the state of the {' and the '.join(missing)}, which is not loaded"
+        written = any(a.kind == "file write" and a.of == read.of and a.numbers["by_script"] for a in acts[:i])
+        if not written and len(missing) == len([name for name in ("optimizer", "schedule") if read.numbers[name]]):
+            raise NotTestedError(f"{words[0].lower()}{words[1:]}: is a new training meant to begin with its weights?")
+        return failed(
+            f"{words}, and the model is.",
+            where=f"the {missing[0]} ({read.line})",
+            remedy="load it with load_state_dict().",
+        )
+    if read.numbers["generator"] and _is_replayed(lab, read.n_passes):
+        return _replayed(read.line, "restore the state of its generator or sampler, which the file may hold.")
+    return passed("States of optimizer and schedule in the file that is read are loaded.")
+
+
+def _resumed_trainer(lab: Lab) -> Result | None:
+    """Return the result of a Trainer that begins at a later step; None if there is none."""
+    begun = next((act for act in lab.seen.acts if act.kind == "trainer" and act.numbers["step"] >= 1), None)
+    if begun is None:
+        return None
+    step = int(begun.numbers["step"])
+    if not begun.numbers["n_states"] and len(begun.of.state):
+        return failed(
+            f"The Trainer begins at step {step} with an optimizer that has no state.",
+            where=f"the optimizer ({begun.line})",
+            remedy="save and load the optimizer with the model: save_only_model=False.",
+        )
+    is_within = begun.numbers["epoch"] % 1 > 1e-6
+    if is_within and _is_replayed(lab, begun.n_passes - 1):
+        return _replayed(begun.line, "skip the batches that were seen: ignore_data_skip=False.")
+    return passed(f"The Trainer begins at step {step} with the state of its optimizer.")
+
+
+def _replayed(line: str, remedy: str) -> Result:
+    return failed(
+        "The first batch after the resume is the first batch of the training.",
+        where=f"the data ({line})",
+        remedy=remedy,
+    )
+
+
+def _is_replayed(lab: Lab, n_passes: int) -> bool:
+    """Return whether the first batch after some passes is the first of all, which none between them is."""
+    passes = [one for one in lab.seen.passes if one.calls and one.calls[0].is_kept]
+    keys = [_digest(tensors_in([one.calls[0].args, one.calls[0].kwargs])) for one in passes]
+    before, after = keys[:n_passes], keys[n_passes:]
+    if not after and (call := lab.seen.interrupted) is not None:
+        after = [_digest(tensors_in([call.args, call.kwargs]))]
+    return len(before) > 1 and bool(after) and after[0] == before[0] and before.count(before[0]) == 1
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    known = [t.detach().cpu().contiguous() for t in tensors if t.numel() > 1]
+    return hashlib.sha256(
+        b"".join((t.float() if t.is_floating_point() else t).numpy().tobytes() for t in known)
+    ).hexdigest()
