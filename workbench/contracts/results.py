@@ -71,7 +71,7 @@ _MARKS = {
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Results of all contracts of one training; printed as a table with one line a contract.
+    """Results of all contracts of one training, printed as a table; those that are not applicable share one line.
 
     Attributes:
         checks: Results, those that failed first.
@@ -131,15 +131,20 @@ class CheckReport:
 
     def __str__(self) -> str:
         lines = [self.summary]
-        width = max((len(each.id) for each in self.checks), default=0)
-        for each in self.checks:
+        without = [each.id for each in self.checks if each.status is Status.NOT_APPLICABLE]
+        shown = [each for each in self.checks if each.status is not Status.NOT_APPLICABLE]
+        width = max((len(each.id) for each in shown), default=0)
+        for each in shown:
             lines.append(f"{_MARKS[each.status][0]} {each.id:<{width}}  {each.status:<20}  {each.evidence}")
             details = {"where": each.where, "to mend it": each.remedy, "proof": each.proof}
             lines += [f"  {'':<{width}}  {name:<20}  {value}" for name, value in details.items() if value]
+        if without:
+            lines.append(f"{_MARKS[Status.NOT_APPLICABLE][0]} not applicable: {', '.join(without)}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        rows = []
+        rows: list[str] = []
+        without: list[str] = []
         for each in self.checks:
             mark, color = _MARKS[each.status]
             parts = [escape(each.evidence)]
@@ -147,15 +152,16 @@ class CheckReport:
             parts += [f"<b>{name}:</b> {escape(value)}" for name, value in details.items() if value]
             parts += [_svg(each.picture)] if each.picture else []
             cell = "text-align:left;vertical-align:top;padding:2px 12px 2px 0"
-            rows.append(
+            (without if each.status is Status.NOT_APPLICABLE else rows).append(
                 f'<tr><td style="{cell};color:{color};white-space:nowrap">{mark} {escape(each.status)}</td>'
                 f'<td style="{cell};white-space:nowrap"><code>{escape(each.id)}</code></td>'
                 f'<td style="{cell};max-width:640px;white-space:normal">{"<br>".join(parts)}</td></tr>'
             )
+        folded = f"<details><summary>not applicable: {len(without)}</summary>{_table(without)}</details>"
         head = f'<p style="margin:4px 0"><b>{escape(self.summary)}</b></p>'
         return (
             '<div style="font-family:sans-serif;font-size:13px;line-height:1.45">'
-            f'{head}<table style="border-collapse:collapse">{"".join(rows)}</table></div>'
+            f"{head}{_table(rows)}{folded if without else ''}</div>"
         )
 
     def show(self) -> None:
@@ -182,6 +188,10 @@ class CheckReport:
         with replacing(Path(path)) as new:
             new.write_text(page, encoding="utf-8")
         return Path(path)
+
+
+def _table(rows: Sequence[str]) -> str:
+    return f'<table style="border-collapse:collapse">{"".join(rows)}</table>'
 
 
 def _svg(picture: tuple[tuple[float, ...], ...]) -> str:

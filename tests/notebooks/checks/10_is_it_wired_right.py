@@ -1,0 +1,31 @@
+"""The claims of notebook 10, checked in its namespace after its last cell."""
+
+# ruff: noqa: F821
+
+# The sound training breaks nothing, each other one the contract of its fault; the one that may be meant is a question.
+expected = {
+    "sound": "none",
+    "labels shifted twice": "labels_aligned",
+    "no causal mask": "causal",
+    "padding in the loss": "padding_ignored",
+    "head replaced after the optimizer": "optimizer_covers",
+    "positions forgotten": "none",
+    "left in eval mode": "train_mode",
+}
+assert table["broken contracts"].to_dict() == expected
+assert reports["positions forgotten"]["optimizer_covers"].status.value == "could not be tested"
+assert "is that on purpose?" in reports["positions forgotten"]["optimizer_covers"].evidence
+# Every curve falls, and the two lowest are among the broken ones: a model that sees its answers, and one of padding.
+first = {name: run["monitors"]["loss"].values[:5].mean() for name, run in runs.items()}
+assert all(table["last loss"][name] < 0.5 * first[name] for name in runs)
+lowest = table["last loss"].sort_values().index
+assert lowest[0] == "no causal mask"
+assert lowest[1] == "padding in the loss"
+# The picture shows outputs before the token that was changed.
+picture = reports["no causal mask"]["causal"].picture
+assert sum(picture[i][j] > 0 for i in range(len(picture)) for j in range(i)) > len(picture)
+assert accepted["labels_aligned"].status.value == "accepted"
+assert accepted.verdict != "failed"
+assert done.returncode == 1
+assert "gradients_cleared" in done.stdout
+assert "broadcast" in done.stdout
