@@ -100,7 +100,9 @@ def _check(given: argparse.Namespace) -> int:
             check_free(path, overwrite=given.overwrite)
     from workbench.contracts.script import check_script, exit_status
 
-    report = check_script(given.command, updates=given.updates, accept=given.accept, goes_on=given.go_on)
+    report = check_script(
+        given.command, updates=given.updates, accept=given.accept, goes_on=given.go_on, progress=not given.quiet
+    )
     print(report)
     for path, is_page in ((given.json, False), (given.out, True)):
         if path is not None:
@@ -250,6 +252,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--json", type=Path, metavar="PATH", help="results to write for machines")
     check.add_argument("--out", type=Path, metavar="PAGE.html", help="page to write")
     check.add_argument("--overwrite", action="store_true", help="replace existing files")
+    check.add_argument("--quiet", action="store_true", help="no progress on standard error")
     check.add_argument("command", nargs="*", metavar="-- COMMAND", help="python SCRIPT ... or torchrun ... SCRIPT ...")
     check.set_defaults(run=_check)
 

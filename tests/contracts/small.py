@@ -78,4 +78,4 @@ def checked(model: nn.Module | None = None, loss: Any = lm_loss, batches: Any = 
     torch.manual_seed(0)
     model = Model() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return check(model, optimizer, tokens() if batches is None else batches, loss, **options)
+    return check(model, optimizer, tokens() if batches is None else batches, loss, progress=False, **options)

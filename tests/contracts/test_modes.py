@@ -4,7 +4,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.contracts.small import Model, checked, next_token
-from workbench.contracts.lab import Lab, all_results
+from workbench.contracts.lab import Lab, all_results, show_progress
 from workbench.contracts.observer import Observer
 from workbench.contracts.results import Status
 
@@ -34,7 +34,11 @@ def results(model, loop):
         optimizer.step()
 
     found = {}
-    with Observer(6, lambda seen: found.update({each.id: each for each in all_results(seen)})) as seen:
+
+    def ready(seen):
+        found.update({each.id: each for each in all_results(seen, (), show_progress(False))})
+
+    with Observer(6, ready) as seen:
         loop(model, update)
         seen.finish()
     return found

@@ -21,7 +21,7 @@ from workbench.contracts import learning as learning
 from workbench.contracts import modes as modes
 from workbench.contracts import ranks as ranks
 from workbench.contracts import updates as updates
-from workbench.contracts.lab import CONTRACTS, all_results
+from workbench.contracts.lab import CONTRACTS, all_results, show_progress
 from workbench.contracts.observer import Observer
 from workbench.contracts.results import CheckReport
 from workbench.errors import OptionError
@@ -43,6 +43,7 @@ def check(
     *,
     updates: PositiveInt = _N_UPDATES,
     accept: Sequence[str] = (),
+    progress: bool | Callable[[str], None] = True,
 ) -> CheckReport:
     """Test whether a training is wired as its author believes: each contract by a short experiment on copies.
 
@@ -56,6 +57,8 @@ def check(
         loss: Function of model and batch that returns the loss; None if the output of the model has a ``loss``.
         updates: Number of updates.
         accept: Ids of contracts that are broken on purpose; they are shown as accepted.
+        progress: Whether to show progress; or a function that receives each progress text, whose exceptions abort the
+            check.
 
     Returns:
         Results by contract, printed as a table.
@@ -86,13 +89,16 @@ def check(
     start = time.perf_counter()
     found: list[Any] = []
 
-    def ready(seen: Observer) -> None:
-        found.extend(all_results(seen, tuple(accept)))
+    with show_progress(progress) as bar:
+        bar.describe(f"{updates} updates")
 
-    if hasattr(model, "train") and hasattr(model, "get_train_dataloader"):
-        seen = _observe_trainer(model, updates, ready)
-    else:
-        seen = _observe_loop(model, optimizer, batches, loss, updates, ready)
+        def ready(seen: Observer) -> None:
+            found.extend(all_results(seen, tuple(accept), bar))
+
+        if hasattr(model, "train") and hasattr(model, "get_train_dataloader"):
+            seen = _observe_trainer(model, updates, ready)
+        else:
+            seen = _observe_loop(model, optimizer, batches, loss, updates, ready)
     return CheckReport(found, seen.n_done, time.perf_counter() - start, [each.loss for each in seen.passes])
 
 
@@ -105,6 +111,8 @@ def _observe_loop(
     ready: Callable[[Observer], None],
 ) -> Observer:
     """Make some updates as a plain loop does, then the experiments, and restore everything."""
+    if hasattr(model, "fit") and hasattr(model, "strategy"):
+        raise OptionError("A Trainer of Lightning is checked in its script: workbench check -- python train.py.")
     if not isinstance(model, nn.Module):
         raise OptionError.of("model", model, "a module, or a Trainer of Hugging Face before it trains")
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]

@@ -17,6 +17,7 @@ from workbench.contracts.observer import Backward, Call, Observer
 from workbench.contracts.results import Result, Status
 from workbench.contracts.token_labels import TokenLabels
 from workbench.formatting import capitalized
+from workbench.io.progress import Progress
 from workbench.models.calling import bare
 from workbench.models.losses import tensors_in
 from workbench.models.probing import undisturbed
@@ -292,10 +293,16 @@ def not_tested(reason: str, *, where: str = "") -> Result:
     return Result("", Status.NOT_TESTED, reason, where)
 
 
-def all_results(seen: Observer, accepted: tuple[str, ...] = ()) -> list[Result]:
+def show_progress(progress: bool | Callable[[str], None]) -> Progress:
+    """Return the display of the progress of `all_results`."""
+    return Progress(progress, "tested", unit="contract", total=len(CONTRACTS))
+
+
+def all_results(seen: Observer, accepted: tuple[str, ...], bar: Progress) -> list[Result]:
     """Make the experiments on all contracts, and return their results."""
     lab, found = Lab(seen), []
     for id, experiment in CONTRACTS.items():
+        bar.describe(id)
         start = time.perf_counter()
         try:
             result = experiment(lab)
@@ -309,4 +316,5 @@ def all_results(seen: Observer, accepted: tuple[str, ...] = ()) -> list[Result]:
         if id in accepted and result.status is Status.FAILED:
             result = replace(result, status=Status.ACCEPTED)
         found.append(replace(result, id=id, seconds=time.perf_counter() - start))
+        bar.update()
     return found

@@ -25,7 +25,12 @@ _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
 
 def check_script(
-    command: Sequence[str], *, updates: int = 20, accept: Sequence[str] = (), goes_on: bool = False
+    command: Sequence[str],
+    *,
+    updates: int = 20,
+    accept: Sequence[str] = (),
+    goes_on: bool = False,
+    progress: bool = True,
 ) -> CheckReport:
     """Run the command of a training under observation, and return the results by contract.
 
@@ -34,6 +39,7 @@ def check_script(
         updates: Number of updates before the experiments.
         accept: Ids of contracts that are broken on purpose.
         goes_on: Whether the training continues after the experiments instead of ending.
+        progress: Whether to show the progress of the experiments on standard error.
 
     Returns:
         Results, those of all ranks together.
@@ -43,7 +49,7 @@ def check_script(
     """
     with tempfile.TemporaryDirectory() as folder:
         own = ["-m", "workbench.contracts.script", "--updates", str(updates), "--folder", folder]
-        own += [f"--accept={each}" for each in accept] + ["--go-on"] * goes_on + ["--"]
+        own += [f"--accept={each}" for each in accept] + ["--go-on"] * goes_on + ["--quiet"] * (not progress) + ["--"]
         status = subprocess.run(_within(list(command), own), check=False).returncode
         ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
     if not ranks:
@@ -104,18 +110,20 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--accept", action="append", default=[])
     parser.add_argument("--go-on", action="store_true")
+    parser.add_argument("--quiet", action="store_true")
     cut = sys.argv.index("--")
     given, script = parser.parse_args(sys.argv[1:cut]), sys.argv[cut + 1 :]
 
     from workbench.contracts import check as check
-    from workbench.contracts.lab import all_results
+    from workbench.contracts.lab import all_results, show_progress
     from workbench.contracts.observer import Finished, Observer
 
     ends_by_itself = False
 
     def ready(seen: Observer) -> None:
         start = time.perf_counter()
-        results = all_results(seen, tuple(given.accept))
+        with show_progress(not given.quiet and not int(os.environ.get("RANK", 0))) as bar:
+            results = all_results(seen, tuple(given.accept), bar)
         losses = [each.loss for each in seen.passes]
         report = CheckReport(results, seen.n_done, time.perf_counter() - start, losses)
         name = f"{int(os.environ.get('RANK', 0)):05}.json"
