@@ -124,8 +124,8 @@ def write_table(judged: list[tuple[dict[str, Any], dict[str, Any]]], part: str) 
     curve = [sum(curve_shows(found["losses"]) for found in of) for of in (sound, [found for _, found, _ in faulty])]
     seconds = sorted(found["seconds"] for _, found in judged if found["seconds"] is not None)
     about = (
-        f"`workbench check` with 20 updates on the {part} part of the corpus in `benchmarks/wiring`: {len(sound)} sound "
-        f"scripts and {len(faulty)} faulty ones, each with one small replacement. Contracts fail in {false} of "
+        f"`workbench check` with 20 updates on the {part} part of the corpus in `benchmarks/wiring`: {len(sound)} "
+        f"sound scripts and {len(faulty)} faulty ones, each with one small replacement. Contracts fail in {false} of "
         f"{len(sound)} sound scripts. Of the faulty ones, {total['right']} are right (a broken contract is the one of "
         f"the fault), {total['partly right']} partly (one that is broken as a consequence), {total['wrong']} wrong, "
         f"{total['silent']} silent; {extra} have a failure beside that is neither. The place is named in {placed} of "
