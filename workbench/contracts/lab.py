@@ -21,6 +21,7 @@ from workbench.io.progress import Progress
 from workbench.models.calling import bare
 from workbench.models.losses import tensors_in
 from workbench.models.probing import undisturbed
+from workbench.models.readable_weights import reshard
 
 #: Most forward passes of all experiments on one training, each counted as one pass of the user's batch.
 MOST_PASSES = 25
@@ -155,6 +156,7 @@ class Lab:
         """
         module = bare(call.module)
         with ExitStack() as stack:
+            stack.callback(reshard, module)  # gathered parameters would be taken for those of the model
             stack.enter_context(undisturbed(module))
             if gradients:
                 stack.enter_context(torch.enable_grad())

@@ -24,7 +24,7 @@ from torch.utils import checkpoint
 from workbench.contracts.places import frames_of_script, line_of_script
 from workbench.contracts.tape import Origins, Tape, leave_closed
 from workbench.contracts.token_labels import TokenLabels, read_labels
-from workbench.models.calling import acting_on_gradients, bare, is_shared
+from workbench.models.calling import acting_on_gradients, bare, is_shared, is_split
 from workbench.models.losses import tensors_in
 from workbench.models.probing import is_library
 from workbench.models.readable_weights import local_part
@@ -596,6 +596,9 @@ class Observer:
         rates = [float(group.get("lr", float("nan"))) for group in of.param_groups]
         held = [p for group in of.param_groups for p in group["params"]]
         versions = [p._version for p in held]
+        for call in self.passes[-1].calls if self.passes else ():
+            if is_split(call.module):  # shards take the place of gathered parameters after a pass
+                self._add(each for each in bare(call.module).named_parameters() if each[1].requires_grad)
         self._add((f"an optimized tensor of shape {tuple(p.shape)}", p) for p in held)
         if is_shared():
             for p in held:
@@ -628,7 +631,7 @@ class Observer:
 
     def _copies(self, of: Any) -> list[Copy]:
         """Copy some parameters of an optimizer, evenly spaced, with gradients and states."""
-        held = [(p, g) for g in of.param_groups for p in g["params"] if p.numel() <= _MOST_SAMPLED]
+        held = [(p, g) for g in of.param_groups for p in g["params"] if 0 < _values(p).numel() <= _MOST_SAMPLED]
         chosen = held[:: max(1, len(held) // _N_SAMPLED)][:_N_SAMPLED]
         states = getattr(of, "state", {})
         return [
@@ -767,7 +770,15 @@ def _subclasses(kind: type) -> set[type]:
 
 def _sizes_of(tensors: Sequence[Tensor]) -> list[float]:
     """Return norms that change with any entry."""
-    return [float(torch.linalg.vector_norm(local_part(t.detach()), dtype=torch.float64)) for t in tensors]
+    return [float(torch.linalg.vector_norm(_values(t), dtype=torch.float64)) for t in tensors]
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """Return the entries of a tensor on this rank; none if its memory was released, as FSDP does after a pass."""
+    values = local_part(tensor.detach())
+    if type(values) in (Tensor, nn.Parameter) and values.layout == torch.strided:
+        return values if values.untyped_storage().nbytes() else values.new_zeros(0)
+    return values
 
 
 def _copied(value: Any) -> Any:
@@ -784,7 +795,7 @@ def _copied(value: Any) -> Any:
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> tuple[float, float]:
     """Return norm and a projection of a tensor, of a DTensor of its part on this rank, by which ranks are compared."""
-    values = local_part(tensor.detach()).flatten().double()
+    values = _values(tensor).flatten().double()
     return float(values.norm()), float(values @ torch.arange(len(values), device=values.device).double().cos())
 
 

@@ -146,6 +146,12 @@ def _apart(ranks: list[dict[str, Any]], name: str, when: str) -> float:
     return float(max(max(abs(a - norm), abs(b - along)) / size for a, b in others))
 
 
+def _moved(ranks: list[dict[str, Any]], name: str) -> bool:
+    """Return whether the updates moved a parameter on the first rank."""
+    each = ranks[0]["parameters"].get(name, {})
+    return each.get("first") is not None and each["first"] != each["now"]
+
+
 def _replicated(ranks: list[dict[str, Any]]) -> list[str]:
     """Return the parameters that each rank held with equal values before the first update."""
     return [
@@ -259,7 +265,13 @@ def gradients_reduced(lab: Lab) -> Result:
         )
     if apart := _gradients_apart(ranks, names):
         update, name, here, there = apart[0]
-        n = len({one[1] for one in apart})
+        other = {one[1] for one in apart}
+        n = len(other)
+        if all(_apart(ranks, each, "now") <= _SAME for each in other) and any(_moved(ranks, each) for each in other):
+            return passed(
+                f"Gradients of {n} of {len(names)} parameters differ between ranks before an update and the parameters "
+                "are equal after the updates: they are reduced within step()."
+            )
         where, remedy = f"{name} ({line})", "average gradients over ranks before each update."
         model = lab.seen.roots[0]
         if _wrapper_of(model) is not None:
