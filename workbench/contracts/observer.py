@@ -613,7 +613,7 @@ class Observer:
         self.events.append(update)
         size = sum(p.numel() * p.element_size() for p in held)
         if self.n_done == self.n_updates - 1 and size <= _MOST_BYTES:
-            update.before = [(p, p.detach().clone()) for p in held]
+            update.before = [(p, p.detach().clone()) for p in held if not _is_released(p)]
         if sum(each.optimizer is of for each in self.updates) == 1:
             self._note_trainer(of)
 
@@ -631,7 +631,8 @@ class Observer:
 
     def _copies(self, of: Any) -> list[Copy]:
         """Copy some parameters of an optimizer, evenly spaced, with gradients and states."""
-        held = [(p, g) for g in of.param_groups for p in g["params"] if 0 < _values(p).numel() <= _MOST_SAMPLED]
+        held = [(p, g) for g in of.param_groups for p in g["params"] if p.numel() <= _MOST_SAMPLED]
+        held = [(p, g) for p, g in held if not _is_released(p)]
         chosen = held[:: max(1, len(held) // _N_SAMPLED)][:_N_SAMPLED]
         states = getattr(of, "state", {})
         return [
@@ -773,12 +774,15 @@ def _sizes_of(tensors: Sequence[Tensor]) -> list[float]:
     return [float(torch.linalg.vector_norm(_values(t), dtype=torch.float64)) for t in tensors]
 
 
+def _is_released(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor was released, as FSDP does with what it gathered for a pass."""
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return is_plain and bool(tensor.numel()) and not tensor.untyped_storage().nbytes()
+
+
 def _values(tensor: Tensor) -> Tensor:
-    """Return the entries of a tensor on this rank; none if its memory was released, as FSDP does after a pass."""
-    values = local_part(tensor.detach())
-    if type(values) in (Tensor, nn.Parameter) and values.layout == torch.strided:
-        return values if values.untyped_storage().nbytes() else values.new_zeros(0)
-    return values
+    """Return the entries of a tensor on this rank; none if its memory was released."""
+    return tensor.new_zeros(0) if _is_released(tensor) else local_part(tensor.detach())
 
 
 def _copied(value: Any) -> Any:
