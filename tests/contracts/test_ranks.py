@@ -145,3 +145,34 @@ def test_a_rank_that_does_not_come_is_no_failure(monkeypatch):
     monkeypatch.setattr(ranks, "is_shared", lambda: True)
     with pytest.raises(NotTestedError, match="could not exchange"):
         ranks.replicas_equal(lab)
+
+
+class ReducingSGD(torch.optim.Optimizer):
+    """Takes the gradient of all ranks within its step, as optimizers do that hold shards."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for i, p in enumerate(self.param_groups[0]["params"]):
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)), alpha=-0.01)
+
+
+def test_gradients_that_the_optimizer_reduces(compared, monkeypatch):
+    monkeypatch.setattr(torch.optim, "SGD", lambda params, lr: ReducingSGD(params))
+    found = compared(ranks.gradients_reduced, *(rank_of(i) for i in range(2)))
+    assert found.status is Status.PASSED
+    assert "within step()" in found.evidence
+
+
+def test_values_of_all_ranks_are_those_of_one_without_others():
+    assert ranks.of_all_ranks([1.0], "tokens") == [[1.0]]
+
+
+def test_memory_that_was_released_is_not_read():
+    whole = nn.Parameter(torch.ones(3))
+    assert not observer._is_released(whole)
+    whole.untyped_storage().resize_(0)
+    assert observer._is_released(whole)
+    assert observer.fingerprint(whole) == (0.0, 0.0)

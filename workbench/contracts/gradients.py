@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils import checkpoint
 from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, not_tested, passed
 from workbench.contracts.observer import Act, Backward, Observer, Update
 from workbench.contracts.places import frames_of_script
+from workbench.contracts.ranks import of_all_ranks
 from workbench.contracts.results import Result
 from workbench.formatting import counted, fine_percent, number_in_words
 from workbench.models.calling import bare, innermost, is_shared, is_split
@@ -511,6 +513,8 @@ def accumulation(lab: Lab) -> Result:
         raise NotTestedError(f"the loss of the {k} passes of an update is no cross entropy of an output of the model")
     weights = np.array(totals, dtype=float)  # (update, pass)
     counts = np.array([[sum(int(t.counts.sum()) for t in _cross_entropies(b)) for b in passes] for passes in updates])
+    if (uneven := _uneven_ranks(weights, counts, updates)) is not None:
+        return uneven
     if k == 1:
         return _of_one_pass(weights[:, 0], counts[:, 0], updates)
     if len({each.line for passes in updates for each in passes}) > 1:
@@ -518,6 +522,15 @@ def accumulation(lab: Lab) -> Result:
     where = next(iter({each.line for each in updates[0]}))
     total, norm = float(np.median(weights.sum(1))), _norm_at_update(seen)
     is_mean = bool(np.all(np.abs(weights / weights.mean() - 1) < _ROUNDING))
+    factors = np.array([_factors(each) for each in updates])
+    shares = np.median(weights * factors, axis=0)
+    if np.median(np.abs(factors - 1).max(1)) > _ROUNDING and shares.max() > (1 + k * _ROUNDING) * shares.min() > 0:
+        return failed(
+            f"Between the {k} passes of an update the accumulated gradient is multiplied, so that in the end one pass "
+            f"counts {shares.max() / shares.min():.3g} times as much as another.",
+            where=where,
+            remedy="add each gradient once; look for a buffer that is the gradient itself.",
+        )
     per_token = weights / np.maximum(counts, 1)
     right = counts / counts.sum(1, keepdims=True)
     misplaced = float(np.median(np.abs(weights / weights.sum(1, keepdims=True) - right).sum(1) / 2))
@@ -537,6 +550,8 @@ def accumulation(lab: Lab) -> Result:
             proof=_with_right_weights(lab, updates, weights, right),
         )
     is_whole = all(_is_whole(each) for passes in updates for each in passes)
+    if _is_divided_by_hand(seen, updates, k):
+        total /= k
     for factor, words, remedy in (
         (k, f"The {k} losses of an update are summed", "divide each by their number."),
         (1 / k, f"The losses of an update have 1/{k} of their weight: they are divided twice", "divide once."),
@@ -551,6 +566,56 @@ def accumulation(lab: Lab) -> Result:
     return passed(
         f"The weights of the tokens in the {k} passes of an update add up to {total:.3g}; {fine_percent(misplaced)} of "
         "the weight is misplaced."
+    )
+
+
+def _factors(passes: list[Backward]) -> np.ndarray:
+    """Return by what the gradient of each pass is multiplied until the last pass, 1 if parameters differ in that."""
+    found = np.ones(len(passes))
+    for i, (one, then) in enumerate(pairwise(passes)):
+        after, before = one.after, then.before[: len(one.after)]
+        ratios = (before / np.where(after > 0, after, np.nan))[after > 0]
+        if len(ratios) and np.isfinite(ratios).all() and np.ptp(ratios) <= 1e-3 * abs(ratios[0]):
+            found[: i + 1] *= float(np.median(ratios)) * one.scale / then.scale
+    return found
+
+
+def _is_divided_by_hand(seen: Observer, updates: list[list[Backward]], k: int) -> bool:
+    """Return whether the loop divides the gradient by the number of passes after the last one."""
+    ratios = []
+    for passes in updates:
+        last, after = seen.events.index(passes[-1]), passes[-1].after
+        for event in seen.events[last + 1 :]:
+            if isinstance(event, Update) and is_real(event):
+                ratios.append(float(np.sqrt(np.nansum(event.norms**2) / np.nansum(after**2))))
+                break
+            if isinstance(event, Act) and event.kind == "clip" and math.isfinite(event.numbers["norm"]):
+                ratios.append(event.numbers["norm"] / float(np.sqrt(np.nansum(after**2))))
+                break
+            if isinstance(event, Backward):
+                break
+    return bool(ratios) and abs(float(np.median(ratios)) * k - 1) < 1e-3
+
+
+def _uneven_ranks(weights: np.ndarray, counts: np.ndarray, updates: list[list[Backward]]) -> Result | None:
+    """Return a failure if each rank takes the mean of its own tokens, whose numbers differ; None otherwise."""
+    ranks = of_all_ranks([weights.sum(1).tolist(), counts.sum(1).tolist()], "tokens")
+    n = min(len(rank[0]) for rank in ranks)
+    if len(ranks) < 2 or not n or _cross_entropies(updates[0][0])[0].labels.ndim < 2:
+        return None
+    totals, sizes = (np.array([rank[i][:n] for rank in ranks], dtype=float) for i in (0, 1))  # (rank, update)
+    is_mean = bool(np.all(np.abs(totals / totals.mean() - 1) < _ROUNDING))
+    misplaced = float(np.median(np.abs(1 / len(ranks) - sizes / sizes.sum(0)).sum(0) / 2))
+    if not is_mean or misplaced <= _MISPLACED or (sizes == 0).any() or all(_is_scattered(each) for each in updates[0]):
+        return None
+    i = int(np.argmax(sizes.max(0) / sizes.min(0)))
+    low, high = int(sizes[:, i].min()), int(sizes[:, i].max())
+    return failed(
+        f"Each rank takes the mean of its own labels: one on the rank with {low} has {high / low:.2g} times the weight "
+        f"of one on the rank with {high}; {fine_percent(misplaced)} of the weight of an update is on other tokens than "
+        "in a mean over all ranks.",
+        where=updates[0][0].line,
+        remedy="divide the summed losses by the number of labels on all ranks, times the number of ranks.",
     )
 
 

@@ -46,19 +46,29 @@ def _ranks(lab: Lab) -> list[dict[str, Any]]:
     return found
 
 
-def _exchanged(own: dict[str, Any]) -> list[dict[str, Any]]:
+def _exchanged(own: Any, what: str = "contracts") -> list[Any]:
     store, rank = distributed.distributed_c10d._get_default_store(), distributed.get_rank()
     n, limit = distributed.get_world_size(), timedelta(seconds=_PATIENCE)
-    number = store.add(f"workbench/contracts of {rank}", 1)
-    keys = [f"workbench/contracts {number} of {each}" for each in range(n)]
+    number = store.add(f"workbench/{what} of {rank}", 1)
+    keys = [f"workbench/{what} {number} of {each}" for each in range(n)]
     store.set(keys[rank], json.dumps(own))
     store.wait(keys, limit)
     found = [json.loads(store.get(key)) for key in keys]
     # The rank that holds the store stays until all have read.
-    if store.add(f"workbench/contracts {number} were read", 1) == n:
-        store.set(f"workbench/contracts {number} are done", "")
-    store.wait([f"workbench/contracts {number} are done"], limit)
+    if store.add(f"workbench/{what} {number} were read", 1) == n:
+        store.set(f"workbench/{what} {number} are done", "")
+    store.wait([f"workbench/{what} {number} are done"], limit)
     return found
+
+
+def of_all_ranks(own: Any, what: str) -> list[Any]:
+    """Return the values of all ranks; alone, after a while, if others have none to send."""
+    if not is_shared():
+        return [own]
+    try:
+        return _exchanged(own, what)
+    except Exception:  # noqa: BLE001  (a store may fail in any way; the others are then unknown)
+        return [own]
 
 
 def _own(lab: Lab) -> dict[str, Any]:
