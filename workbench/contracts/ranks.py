@@ -206,6 +206,13 @@ def _wrapper_of(model: nn.Module) -> nn.Module | None:
     return next((o for o in gc.get_objects() if type(o) is kind and bare(o) is model), None)
 
 
+def _n_wrappers(lab: Lab) -> int:
+    """Return the number of DDP wrappers of the model that were called, if nearly each call has one of its own."""
+    calls = [call for call in lab.seen.main_calls() if isinstance(call.module, nn.parallel.DistributedDataParallel)]
+    n = len({id(call.module) for call in calls})
+    return n if n > 2 and n >= 0.9 * len(calls) else 0
+
+
 def _are_replicas(lab: Lab, ranks: list[dict[str, Any]]) -> bool:
     """Return whether the ranks train one model on parts of the data: DDP, FSDP alone, or replicas by hand."""
     model = lab.seen.roots[0]
@@ -272,6 +279,13 @@ def gradients_reduced(lab: Lab) -> Result:
             not_applicable("No parameter is the same on all ranks.")
             if not shards
             else passed(f"Shards of {len(shards)} parameters have gradients in {len(held)} updates.")
+        )
+    if n := _n_wrappers(lab):
+        return failed(
+            f"{n} calls of the model are of as many new wrappers, which take their hooks with them before the backward "
+            "pass, and set the parameters of all ranks to those of the first.",
+            where=f"the wrapper ({lab.seen.calls[-1].line})",
+            remedy="wrap the model once, before the loop.",
         )
     if apart := _gradients_apart(ranks, names):
         update, name, here, there = apart[0]
