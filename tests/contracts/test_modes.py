@@ -4,6 +4,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.contracts.small import Model, checked, next_token
+from workbench.contracts import modes
 from workbench.contracts.lab import Lab, all_results, show_progress
 from workbench.contracts.observer import Observer
 from workbench.contracts.results import Status
@@ -227,3 +228,21 @@ def test_nothing_remains():
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), gradients, strict=True))
+
+
+def test_values_in_half_precision_that_leave_no_room():
+    def lab_of(size):
+        model, inputs = nn.Linear(4, 2), size * torch.ones(3, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        with Observer(2) as seen:
+            for _ in range(2):
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = model(inputs).float().mean()
+                loss.backward()
+                optimizer.step()
+        return Lab(seen)
+
+    assert modes.finite(lab_of(1.0)).status is Status.PASSED
+    found = modes.finite(lab_of(4e4))
+    assert found.status is Status.FAILED
+    assert "4e+04 of at most 65,504" in found.evidence

@@ -81,7 +81,7 @@ def rate_in_range(lab: Lab) -> Result:
     change = f"{words} from {before / unit:.4g} to {after / unit:.4g}"
     if after <= before:
         return passed(f"{change}.")
-    later = losses[len(losses) // 2 :]
+    later = losses[-max(3, len(losses) // 4) :]
     if min(later) <= losses[0]:
         return passed(f"{change}; over all updates it falls from {losses[0]:.4g} to {min(later):.4g}.")
     shorter = {}
@@ -100,8 +100,8 @@ def rate_in_range(lab: Lab) -> Result:
             raise NotTestedError("steps of any length raise the loss")
         proof = f"A small step down the gradient of this batch takes the loss to {value / unit:.4g}."
     return failed(
-        f"{change}; in the second half of {len(losses)} updates losses are {min(later):.4g} or more, above the first, "
-        f"{losses[0]:.4g}.",
+        f"{change}; in the last {len(later)} of {len(losses)} updates losses are {min(later):.4g} or more, above the "
+        f"first, {losses[0]:.4g}.",
         where=f"the rate of {type(update.optimizer).__name__} ({update.line})",
         remedy="make the rate smaller, and let it rise over the first updates.",
         proof=proof,

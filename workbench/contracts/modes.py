@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ _SHAPES = (
     "contiguous",
     "__getitem__",
 )
+#: Largest value in float16, half of what it can hold, that leaves room for growth.
+_MOST_HALF = 32752.0
 #: Least excess, in nats, of a first loss over that of a uniform guess that is too large.
 _LEAST_EXCESS = 2.0
 
@@ -330,7 +333,15 @@ def finite(lab: Lab) -> Result:
         n = len(lab.seen.passes)
         if not n:
             raise NotTestedError("no backward pass was seen")
-        return passed(f"The losses of {n} passes are finite, and no output has NaN.")
+        words = f"The losses of {n} passes are finite, and no output has NaN"
+        name, size = _largest_half(lab)
+        if size > _MOST_HALF:
+            return failed(
+                f"{words}, but values in float16 reach {size:.3g} of at most 65,504: twice of that is infinite.",
+                where=name,
+                remedy="scale the inputs, normalise before the module, or compute it in bfloat16.",
+            )
+        return passed(f"{words}.")
     words = f"The loss of {len(losses)} of {len(lab.seen.passes)} passes is not finite"
     if not losses:
         words = f"{len(bad)} of {len(lab.seen.calls)} outputs have NaN, and all losses are finite"
@@ -346,6 +357,33 @@ def finite(lab: Lab) -> Result:
             where = found
             break
     return failed(f"{words}.", where=where, remedy="mask with a large finite number, guard divisions and logarithms.")
+
+
+def _largest_half(lab: Lab) -> tuple[str, float]:
+    """Return the module with the largest absolute value in float16 in a pass, given or returned, and the value."""
+    found = ("", 0.0)
+    calls = [call for call in lab.seen.calls if call.reached and call.is_kept][-1:]
+    for call in calls:
+        model = bare(call.module)
+        if call.autocast != torch.float16 and all(p.dtype != torch.float16 for p in model.parameters()):
+            continue
+
+        def note(name: str, module: nn.Module, args: tuple, output: Any) -> None:
+            nonlocal found
+            given = args if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else ()
+            made = [*tensors_in(output)]
+            if any(t.dtype == torch.float16 for t in made):
+                size = max((float(t.abs().amax()) for t in [*tensors_in(given), *made] if t.numel()), default=0.0)
+                found = max(found, (name, size), key=lambda each: each[1])
+
+        handles = [m.register_forward_hook(partial(note, n)) for n, m in model.named_modules()]
+        try:
+            with lab.undisturbed(call):
+                lab.run(call)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return found
 
 
 def _bad_inputs(lab: Lab, call: Call, words: str) -> Result:
