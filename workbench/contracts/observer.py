@@ -404,7 +404,8 @@ class Observer:
             self.called.add(module)
             return
         is_idle = not self.updates and len(self.passes) >= _MOST_PASSES
-        if (self.n_done >= self.n_updates and not self._stepped) or is_idle:
+        # Within an update of several optimizers the training goes on, but not for one that is used no more.
+        if self.n_done >= self.n_updates + bool(self._stepped) or is_idle:
             self.interrupted = self._call(module)
             self.interrupted.args = args
             self.finish()
