@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -104,51 +105,54 @@ def _n_passes(seen: Observer) -> str:
 # Gradients that do not arrive
 
 
+@dataclass(eq=False)
 class _Group:
     """Parameters of one module without gradients, and what a change of them changes.
 
     Attributes:
+        root: Module that the loop calls.
         path: Path of the module.
         named: Parameters by name.
         is_none: Whether no pass gave a gradient, instead of one that is exactly 0.
-        is_called: Whether the module is called in training.
+        is_called: Whether the module, or the code that should use it, is called in training.
         is_like_another: Whether a module of the same kind beside it has gradients, as experts without a token.
         is_own: Whether the code that should use it belongs to no package.
-        changes_loss: Whether the loss changes with the parameters.
-        changes_outputs: Whether an output changes.
+        changes: Whether loss and outputs change with the parameters.
     """
 
-    def __init__(self, root: nn.Module, path: str, named: dict[str, Tensor], is_none: bool) -> None:
-        self.root, self.path, self.named, self.is_none = root, path, named, is_none
-        self.is_called = self.is_like_another = self.is_own = False
-        self.changes_loss = self.changes_outputs = False
+    root: nn.Module
+    path: str
+    is_none: bool
+    named: dict[str, Tensor] = field(default_factory=dict)
+    is_called: bool = False
+    is_like_another: bool = False
+    is_own: bool = False
+    changes: tuple[bool, bool] = (False, False)
 
     def describe(self, seen: Observer, with_gradient: set[int]) -> None:
-        modules = dict(self.root.named_modules())
-        module, parts = modules[self.path], self.path.split(".")
-        own = [p for p in module.parameters(recurse=False) if id(p) in {id(q) for q in self.named.values()}]
-        user = module if own and not is_library(type(module).__module__) else modules[".".join(parts[:-1])]
-        while isinstance(user, nn.ModuleList | nn.ModuleDict | nn.Sequential) and parts:
-            parts = parts[:-1]
-            user = modules[".".join(parts[:-1])]
+        """Find out what the module is, and who should use it."""
+        modules, path = dict(self.root.named_modules()), self.path
+        module = user = modules[path]
+        is_direct = any(p is q for p in module.parameters(recurse=False) for q in self.named.values())
+        is_self = is_direct and module in seen.called and not is_library(type(module).__module__)
+        while path and not is_self:
+            path = path.rpartition(".")[0]
+            user = modules[path]
+            is_self = not isinstance(user, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         self.is_own = not is_library(type(user).__module__)
-        self.is_called = any(each in seen.called for each in module.modules()) or user is module
-        shapes = [tuple(p.shape) for p in module.parameters()]
+        self.is_called = any(each in seen.called for each in module.modules())
+        shapes = [p.shape for p in module.parameters()]
         for other in modules.values():
-            if (
-                other is not module
-                and type(other) is type(module)
-                and [tuple(p.shape) for p in other.parameters()] == shapes
-            ):
+            if other is not module and type(other) is type(module) and [p.shape for p in other.parameters()] == shapes:
                 self.is_like_another |= any(id(p) in with_gradient for p in other.parameters())
 
 
 def _groups(lab: Lab) -> list[_Group]:
-    """Return trained parameters without gradients by module, after the experiment on what changes with them."""
-    kept = vars(lab).get("groups_without_gradients")
-    if kept is None:
-        kept = vars(lab)["groups_without_gradients"] = _without_gradients(lab)
-    return kept
+    """Return parameters without gradients by module, after the experiment on what changes with them."""
+    key = "groups_without_gradients"
+    if key not in vars(lab):
+        vars(lab)[key] = _without_gradients(lab)
+    return vars(lab)[key]
 
 
 def _without_gradients(lab: Lab) -> list[_Group]:
@@ -160,6 +164,7 @@ def _without_gradients(lab: Lab) -> list[_Group]:
     with_gradient = {each for each, norm in norms.items() if norm > 0}
     groups: dict[tuple[int, str, bool], _Group] = {}
     for root in seen.roots:
+        modules = dict(root.named_modules())
         for name, p in root.named_parameters():
             # Without a place in an optimizer nobody wants to train it; if it was moved by hand, it is an average.
             if not p.requires_grad or id(p) not in optimized or id(p) in with_gradient or not p.numel():
@@ -168,57 +173,33 @@ def _without_gradients(lab: Lab) -> list[_Group]:
             if is_none and (seen.was_moved(p) or (p.grad is not None and p.grad.is_sparse)):
                 continue
             path = name.rpartition(".")[0]
-            key = (id(root), path, is_none)
-            groups.setdefault(key, _Group(root, path, {}, is_none)).named[name] = p
-    merged = _merged([*groups.values()], norms)
-    for group in merged:
+            # The largest module none of whose parameters has a gradient.
+            while is_none and "." in path:
+                outer = path.rpartition(".")[0]
+                if any(id(q) in with_gradient for q in modules[outer].parameters()):
+                    break
+                path = outer
+            groups.setdefault((id(root), path, is_none), _Group(root, path, is_none)).named[name] = p
+    found = [*groups.values()]
+    if found and is_split(found[0].root):
+        raise NotTestedError(f"{counted(len(found), 'module')} of a sharded model without gradients")
+    for group in found:
         group.describe(seen, with_gradient)
-    if merged and is_split(merged[0].root):
-        raise NotTestedError(f"{counted(len(merged), 'module')} of a sharded model have no gradient")
-    _change_each(lab, merged)
-    return merged
-
-
-def _merged(groups: list[_Group], norms: dict[int, float]) -> list[_Group]:
-    """Join the groups of modules within a module none of whose parameters has a gradient."""
-    found: dict[tuple[int, str, bool], _Group] = {}
-    for group in groups:
-        modules, path = dict(group.root.named_modules()), group.path
-        while path and group.is_none:
-            outer = path.rpartition(".")[0]
-            inside = [p for p in modules[outer].parameters() if p.requires_grad]
-            if not outer or any(norms.get(id(p), 0) > 0 for p in inside):
-                break
-            path = outer
-        new = found.setdefault((id(group.root), path, group.is_none), _Group(group.root, path, {}, group.is_none))
-        new.named |= group.named
-    return [*found.values()]
-
-
-def _change_each(lab: Lab, groups: list[_Group]) -> None:
-    """Add noise to the parameters of each group in turn, and compare loss and outputs of a recorded pass."""
-    for root in {id(group.root): group.root for group in groups}.values():
-        mine = [group for group in groups if group.root is root]
+    for root in {id(group.root): group.root for group in found}.values():
+        mine = [group for group in found if group.root is root]
         of = _taped(lab, root)
-        loss, outputs = _measured(lab, of, {})
-        everything = {name: p for group in mine for name, p in group.named.items()}
-        if mine[1:] and not _differs(_measured(lab, of, everything), (loss, outputs))[1]:
-            continue
-        for group in mine[:_MOST_GROUPS]:
-            new = _measured(lab, of, group.named)
-            group.changes_loss, group.changes_outputs = _differs(new, (loss, outputs))
-        if len(mine) > _MOST_GROUPS:  # those of the same kind behave alike
-            for group in mine[_MOST_GROUPS:]:
-                like = [g for g in mine[:_MOST_GROUPS] if g.is_none == group.is_none]
-                group.changes_loss = bool(like) and all(g.changes_loss for g in like)
-                group.changes_outputs = not like or any(g.changes_outputs for g in like)
+        plain = _measured(lab, of, {})
+        together = _differs(_measured(lab, of, {n: p for g in mine for n, p in g.named.items()}), plain)
+        is_apart = 1 < len(mine) <= _MOST_GROUPS and together[1]
+        for group in mine:
+            group.changes = _differs(_measured(lab, of, group.named), plain) if is_apart else together
+    return found
 
 
 def _taped(lab: Lab, root: nn.Module) -> Backward:
     for each in lab.seen.passes:
-        tape = each.tape
-        is_usable = tape is not None and tape.is_complete and all(call.is_kept for call in tape.calls)
-        if is_usable and tape is not None and any(bare(call.module) is root for call in tape.calls):
+        calls = each.tape.calls if each.tape is not None and each.tape.is_complete else []
+        if all(call.is_kept for call in calls) and any(bare(call.module) is root for call in calls):
             return each
     raise NotTestedError("how the loss follows from the outputs of the model was not seen")
 
@@ -232,8 +213,8 @@ def _measured(lab: Lab, of: Backward, noisy: dict[str, Tensor]) -> tuple[Tensor,
     try:
         with torch.no_grad():
             for p in noisy.values():
-                size = float(p.float().std()) if p.numel() > 1 and bool((p != p.flatten()[0]).any()) else 0.0
-                size = size or 1 / math.sqrt(max(1, p.shape[-1] if p.ndim > 1 else 1))
+                is_constant = p.numel() == 1 or not bool((p != p.flatten()[0]).any())
+                size = 1 / math.sqrt(p.shape[-1] if p.ndim > 1 else 1) if is_constant else float(p.float().std())
                 p.add_((size * torch.randn(p.shape, generator=generator)).to(p))
         for call in of.tape.calls:
             with lab.undisturbed(call, trains=True):
@@ -251,9 +232,10 @@ def _differs(new: tuple[Tensor, list[Tensor]], old: tuple[Tensor, list[Tensor]])
     """Return whether the loss and any output differ by more than rounding in single precision."""
 
     def other(a: Tensor, b: Tensor) -> bool:
-        return a.shape != b.shape or bool((a - b).abs().amax() > 1e-5 * b.abs().amax()) if b.numel() else False
+        return a.shape != b.shape or (b.numel() > 0 and bool((a - b).abs().amax() > 1e-5 * b.abs().amax()))
 
-    return other(new[0], old[0]), other(new[0], old[0]) or any(map(other, new[1], old[1]))
+    is_other = other(new[0], old[0])
+    return is_other, is_other or any(map(other, new[1], old[1]))
 
 
 @contract("modules_used")
@@ -263,7 +245,7 @@ def modules_used(lab: Lab) -> Result:
     Modules without calls whose parameters got no gradient are looked for, and noise is added to their parameters: if no
     output changes, nothing uses them.
     """
-    unused = [g for g in _groups(lab) if g.is_none and not g.is_called and not g.changes_outputs]
+    unused = [g for g in _groups(lab) if g.is_none and not g.is_called and not g.changes[1]]
     n = len(lab.seen.called)
     if not unused:
         return passed(f"All modules with parameters of an optimizer are used in training, {n} by a call.")
@@ -286,11 +268,11 @@ def gradients_reach_all(lab: Lab) -> Result:
     their gradient is exactly 0 in all passes although the loss depends on them, they can never move. If not even an
     output changes, the code that computes with them is without effect.
     """
-    groups = [g for g in _groups(lab) if g.is_called or g.changes_outputs]
+    groups = [g for g in _groups(lab) if g.is_called or g.changes[1]]
     n = len(lab.seen.parameters)
-    cut = [g for g in groups if g.is_none and g.changes_loss and not g.is_like_another]
-    stuck = [g for g in groups if not g.is_none and g.changes_loss]
-    idle = [g for g in groups if g.is_none and not g.changes_outputs and g.is_own and not g.is_like_another]
+    cut = [g for g in groups if g.is_none and g.changes[0] and not g.is_like_another]
+    stuck = [g for g in groups if not g.is_none and g.changes[0]]
+    idle = [g for g in groups if g.is_none and not g.changes[1] and g.is_own and not g.is_like_another]
     n_passes = _n_passes(lab.seen)
     for found, words, remedy in (
         (cut, "have no gradient, although the loss changes with them", _remedy_of_cut(lab)),
@@ -310,7 +292,7 @@ def gradients_reach_all(lab: Lab) -> Result:
                 where=names_in_words(paths),
                 remedy=remedy,
             )
-    rest = [g for g in groups if g.is_none or g.changes_outputs]
+    rest = [g for g in groups if g.is_none or g.changes[1]]
     if rest:
         names = [name for group in rest for name in group.named]
         return not_tested(
@@ -331,38 +313,31 @@ def _remedy_of_cut(lab: Lab) -> str:
 def weights_tied(lab: Lab) -> Result:
     """Are weights one tensor that the configuration ties?"""
     promised: dict[str, tuple[Tensor, Tensor]] = {}
-    for root in lab.seen.roots:
-        for prefix, module in root.named_modules():
-            config: Any = getattr(module, "config", None)
-            config = config.get_text_config() if hasattr(config, "get_text_config") else config
-            head, embedding = (
-                getattr(module, name, lambda: None) for name in ("get_output_embeddings", "get_input_embeddings")
-            )
-            keys = getattr(module, "_tied_weights_keys", None)
-            if not keys or not getattr(config, "tie_word_embeddings", False):
-                continue
-            weights = dict(module.named_parameters(remove_duplicate=False))
-            pairs = keys if isinstance(keys, dict) else {}
-            found = {a: (weights[a], weights[b]) for a, b in pairs.items() if a in weights and b in weights}
-            ends = [getattr(end(), "weight", None) for end in (head, embedding)]
-            if not found and ends[0] is not None and ends[1] is not None:
-                found = {"output embeddings": (ends[0], ends[1])}
-            promised |= {".".join(each for each in (prefix, name) if each): pair for name, pair in found.items()}
+    for prefix, module in [entry for root in lab.seen.roots for entry in root.named_modules()]:
+        config: Any = getattr(module, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        keys = getattr(module, "_tied_weights_keys", None)
+        if not keys or not getattr(config, "tie_word_embeddings", False):
+            continue
+        weights = dict(module.named_parameters(remove_duplicate=False))
+        pairs = [(a, b) for a, b in keys.items() if a in weights and b in weights] if isinstance(keys, dict) else []
+        for a, b in pairs:
+            promised[f"{prefix}.{a}".lstrip(".")] = weights[a], weights[b]
+        ends = ("get_output_embeddings", "get_input_embeddings")
+        head, embedding = (getattr(getattr(module, end, lambda: None)(), "weight", None) for end in ends)
+        if not pairs and head is not None and embedding is not None:
+            promised[f"{prefix}.output embeddings".lstrip(".")] = head, embedding
     if not promised:
         return not_applicable("No configuration ties weights.")
     apart = {name: pair for name, pair in promised.items() if pair[0] is not pair[1]}
     if not apart:
-        return passed(f"{counted(len(promised), 'tied weight')} are one tensor with their source.")
-    a, b = next(iter(apart.values()))
-    same = a.shape == b.shape and torch.equal(a.detach(), b.detach())
-    gap = "values are equal now" if same else "their values differ"
-    if a.shape == b.shape and not same:
-        gap = f"they differ by {fine_percent(float((a - b).detach().norm() / b.detach().norm()))} of their norm"
+        return passed(f"{counted(len(promised), 'tied weight')} and their source are one tensor.")
+    a, b = (t.detach() for t in next(iter(apart.values())))
+    gap = f"{fine_percent(float((a - b).norm() / b.norm()))} of their norm" if a.shape == b.shape else "their shapes"
     return failed(
-        f"{names_in_words([*apart])}: not the tensor that tie_word_embeddings promises; {gap}.",
+        f"{names_in_words([*apart])}: not the tensor that tie_word_embeddings promises; they differ by {gap}.",
         where=names_in_words([*apart]),
         remedy="call tie_weights() after weights are replaced, or set tie_word_embeddings=False.",
-        proof="" if same else "The checkpoint will load as other weights, as loading ties them.",
     )
 
 
@@ -547,7 +522,7 @@ def accumulation(lab: Lab) -> Result:
             words,
             where=where,
             remedy="divide the summed losses of each micro-batch by the number of labels in the whole update.",
-            proof=_with_right_weights(lab, updates, weights, right),
+            proof=_with_right_weights(lab, updates[0], weights[0], right[0]),
         )
     is_whole = all(_is_whole(each) for passes in updates for each in passes)
     if _is_divided_by_hand(seen, updates, k):
@@ -622,9 +597,8 @@ def _uneven_ranks(weights: np.ndarray, counts: np.ndarray, updates: list[list[Ba
 def _is_scattered(of: Backward) -> bool:
     """Whether the labels that count lie as if each was drawn at random, as those of masked tokens, not in a row."""
     found = _cross_entropies(of)[0].counts
-    share = float(found.double().mean())
     n_runs = int((found[:, 1:] & ~found[:, :-1]).sum() + found[:, 0].sum())
-    return share < 0.9 and n_runs > 0.6 * (1 - share) * int(found.sum())
+    return n_runs > max(1.5 * int(found.any(1).sum()), int(found.sum()) / 2)
 
 
 def _passes_by_update(lab: Lab) -> list[list[Backward]]:
@@ -665,24 +639,19 @@ def _of_one_pass(weights: np.ndarray, counts: np.ndarray, updates: list[list[Bac
     return passed(f"One pass for each update, whose weights of tokens add up to {float(np.median(weights)):.3g}.")
 
 
-def _with_right_weights(lab: Lab, updates: list[list[Backward]], weights: np.ndarray, right: np.ndarray) -> str:
-    """Return how far the gradient of the first update is from that with the same weight for each token."""
+def _with_right_weights(lab: Lab, passes: list[Backward], weights: np.ndarray, right: np.ndarray) -> str:
+    """Return how far the gradient of an update is from that with the same weight for each token."""
     parameters = _compared(lab.model)
-    if len(updates[0]) > 4 or len(parameters) < len([*lab.model.parameters()]) // 2:
-        return ""
-    gap: list[Any] = [0.0] * len(parameters)
-    whole: list[Any] = [0.0] * len(parameters)
+    gap, whole = [[torch.zeros((), device=p.device)] * len(parameters) for p in parameters[:1] for _ in range(2)]
     try:
-        for i, each in enumerate(updates[0]):
-            gradients = _gradients(lab, each, parameters)
-            factor = float(right[0, i] / weights[0, i])
-            for j, g in enumerate(gradients):
-                if g is not None:
-                    whole[j] = whole[j] + factor * g
-                    gap[j] = gap[j] + (factor - 1 / float(weights[0].sum())) * g
-    except NotTestedError:
+        for each, now, due in zip(passes if len(passes) <= 4 else [], weights / weights.sum(), right, strict=True):
+            for j, g in enumerate(_gradients(lab, each, parameters)):
+                if g is not None:  # of a loss with the weight `now` times the sum of all
+                    whole[j] = whole[j] + (due / now) * g
+                    gap[j] = gap[j] + (due / now - 1) * g
+    except (NotTestedError, ValueError):
         return ""
-    norms = [math.sqrt(sum(float(torch.as_tensor(t).square().sum()) for t in each)) for each in (gap, whole)]
+    norms = [math.sqrt(sum(float(t.square().sum()) for t in each)) for each in (gap, whole)]
     return f"With equal weights the gradient of an update changes by {fine_percent(norms[0] / norms[1])} of its norm."
 
 
@@ -712,14 +681,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Return the gradient of a recorded pass, computed again.
 
-    Args:
-        lab: Passes of the training.
-        of: Backward pass whose operations were recorded.
-        parameters: Parameters by which the loss is differentiated.
-        run: Function that makes a call again; None for the module without wrappers.
-        trains: Whether modules have the modes of the training.
-        jitter: Whether the outputs of all innermost modules are moved by one rounding.
-        seed: Seed of the random numbers of the pass.
+    With ``run``, calls are made by it, without protection against all but changes of buffers; with ``jitter``, the
+    outputs of all innermost modules are moved by one rounding.
     """
     tape = of.tape
     if tape is None or not tape.is_complete or not all(call.is_kept for call in tape.calls):
@@ -890,50 +853,41 @@ def _is_compiled(module: nn.Module) -> bool:
 @contract("balance_loss")
 def balance_loss(lab: Lab) -> Result:
     """Is the auxiliary loss of a mixture of experts part of the loss, and does its gradient reach the router?"""
-    configs = {
-        id(c): c for root in lab.seen.roots for m in root.modules() if (c := getattr(m, "config", None)) is not None
-    }
-    config = next((c for c in configs.values() if getattr(c, "router_aux_loss_coef", None)), None)
+    modules = [m for root in lab.seen.roots for m in root.modules()]
+    config = next((c for m in modules if getattr(c := getattr(m, "config", None), "router_aux_loss_coef", None)), None)
     if config is None:
         return not_applicable("No configuration has an auxiliary loss of routers.")
-    value = float(config.router_aux_loss_coef)
-    call = next((each for each in lab.calls if getattr(bare(each.module), "config", None) is config), lab.call)
-    asked = call.kwargs.get("output_router_logits")
-    if not (asked if asked is not None else getattr(config, "output_router_logits", False)):
+    value, call = float(config.router_aux_loss_coef), lab.call
+    if not (call.kwargs.get("output_router_logits") or getattr(config, "output_router_logits", False)):
         words = f"router_aux_loss_coef is {value:g}, but output_router_logits is off: the loss has no auxiliary term"
-        is_default = value == getattr(type(config)(), "router_aux_loss_coef", None)
-        if is_default and was_loaded(lab):
+        if value == getattr(type(config)(), "router_aux_loss_coef", None) and was_loaded(lab):
             return not_tested(f"{words}; is that on purpose?", where="output_router_logits")
         return failed(
             f"{words}.", where="output_router_logits", remedy="set output_router_logits=True, or the factor to 0."
         )
+    parameters = [p for p in lab.model.parameters() if p.requires_grad]
     with lab.undisturbed(call, trains=True, gradients=True):
         output = lab.run(call)
         auxiliary, loss = getattr(output, "aux_loss", None), getattr(output, "loss", None)
-        if not isinstance(auxiliary, Tensor) or not auxiliary.requires_grad:
-            raise NotTestedError("the output has no auxiliary loss with a gradient")
-        names = [n for n, p in lab.model.named_parameters() if p.requires_grad]
-        parameters = [p for p in lab.model.parameters() if p.requires_grad]
-        gradients = torch.autograd.grad(auxiliary, parameters, allow_unused=True, retain_graph=True)
-        routers = [n for n, g in zip(names, gradients, strict=True) if g is not None and bool(g.any())]
+        if not isinstance(auxiliary, Tensor):
+            raise NotTestedError("the output has no auxiliary loss")
+        n = 0
+        if auxiliary.requires_grad:
+            gradients = torch.autograd.grad(auxiliary, parameters, allow_unused=True, retain_graph=True)
+            n = sum(g is not None and bool(g.any()) for g in gradients)
         share = None
-        if isinstance(loss, Tensor) and loss.requires_grad:
+        if n and isinstance(loss, Tensor) and loss.requires_grad:
             share = torch.autograd.grad(loss, auxiliary, allow_unused=True)[0]
-    where = "the auxiliary loss"
-    if not routers:
-        return failed(
-            f"The auxiliary loss of {float(auxiliary.detach()):.3g} has no gradient.",
-            where=where,
-            remedy="compute it from the probabilities of the router.",
-        )
-    if loss is not None and (share is None or not float(share)):
-        return failed(
-            f"The loss does not depend on the auxiliary loss of {float(auxiliary.detach()):.3g}.",
-            where=where,
-            remedy="add it to the loss with its factor.",
-        )
-    factor = "" if share is None else f" with the factor {float(share):.3g}"
-    return passed(f"The auxiliary loss is {float(auxiliary.detach()):.3g}{factor}; {len(routers)} parameters move it.")
+    words, remedy = "", ""
+    if not n:
+        words, remedy = "has no gradient", "compute it from the probabilities of the router."
+    elif loss is not None and (share is None or not float(share)):
+        words, remedy = "is no part of the loss", "add it to the loss with its factor."
+    size = f"The auxiliary loss, {float(auxiliary.detach()):.3g},"
+    if words:
+        return failed(f"{size} {words}.", where="the auxiliary loss", remedy=remedy)
+    factor = "" if share is None else f" and is in the loss with the factor {float(share):.3g}"
+    return passed(f"{size} depends on {n} parameters{factor}.")
 
 
 def was_loaded(lab: Lab) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
 from workbench.contracts.gradients import (
     full_name,
@@ -40,9 +41,15 @@ _SMALLEST = 2.0**-14
 _LEAST_STILL = 3
 
 
-def _live(*kinds: type) -> list[Any]:
-    """Return the objects of some types that exist."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+def _live(lab: Lab, kind: type) -> list[Any]:
+    """Return the objects of a type that exist: modules, optimizers, schedules or loaders."""
+    found = vars(lab).get("live_objects")
+    if found is None:
+        kinds = (nn.Module, torch.optim.Optimizer, lr_scheduler.LRScheduler, DataLoader)
+        objects = gc.get_objects()
+        wanted = {each for each in {type(each) for each in objects} if issubclass(each, kinds)}
+        found = vars(lab)["live_objects"] = [each for each in objects if type(each) in wanted]
+    return [each for each in found if isinstance(each, kind)]
 
 
 @contract("optimizer_covers")
@@ -59,7 +66,7 @@ def optimizer_covers(lab: Lab) -> Result:
     if not optimizers:
         raise NotTestedError("no update of an optimizer was seen")
     norms = dict(zip(seen.parameters, reached(seen), strict=True))
-    holders = _live(torch.optim.Optimizer)
+    holders = _live(lab, torch.optim.Optimizer)
     anywhere = {id(p) for of in holders for g in of.param_groups for p in g["params"]}
     stepped = {id(p): p for of in optimizers for g in of.param_groups for p in g["params"]}
     named = {id(p): (root, name, p) for root in seen.roots for name, p in root.named_parameters()}
@@ -68,7 +75,7 @@ def optimizer_covers(lab: Lab) -> Result:
         for key, entry in named.items()
         if entry[2].requires_grad and norms.get(key, 0) > 0 and key not in anywhere and not seen.was_moved(entry[2])
     }
-    alive = {id(p) for m in _live(nn.Module) for p in (m.__dict__.get("_parameters") or {}).values()}
+    alive = {id(p) for m in _live(lab, nn.Module) for p in (m.__dict__.get("_parameters") or {}).values()}
     dead = [p for key, p in stepped.items() if key not in named and not norms.get(key, 0) > 0]
     lines = [line for of in optimizers if (line := seen.line_of(of))]
     if (twice := _updated_twice(lab)) is not None:
@@ -319,7 +326,7 @@ def _pulled_back(lab: Lab) -> Result | None:
         gaps = {key: pairs for key, pairs in gaps.items() if len(pairs) > 1 and pairs[0][0].numel() > 8}
         if len(gaps) < 2:
             continue
-        found = [_target_of(seen.parameters[key][1], pairs) for key, pairs in gaps.items()]
+        found = [_target_of(lab, seen.parameters[key][1], pairs) for key, pairs in gaps.items()]
         factors = [each for each in found if each is not None]
         if len(factors) < 2 or max(factors) - min(factors) > 1e-3:
             continue
@@ -337,9 +344,9 @@ def _line_of_writer(updates: list[Update]) -> str:
     return f"after the update in {updates[0].line}" if updates[0].line else "after the update"
 
 
-def _target_of(parameter: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> float | None:
+def _target_of(lab: Lab, parameter: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> float | None:
     """Return the factor by which a parameter moves to a tensor of the same shape that exists and is constant."""
-    for module in _live(nn.Module):
+    for module in _live(lab, nn.Module):
         for p in (module.__dict__.get("_parameters") or {}).values():
             if p is None or p is parameter or p.shape != parameter.shape:
                 continue
@@ -412,9 +419,9 @@ def schedule(lab: Lab) -> Result:
     if len(updates) < 2:
         raise NotTestedError("fewer than two updates were seen")
     acts = [a for a in seen.acts if a.kind == "schedule"]
-    kinds = (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
-    inner = {id(each) for s in _live(*kinds) for each in getattr(s, "_schedulers", [])}
-    schedules = [s for s in _live(*kinds) if id(s) not in inner]
+    live = _live(lab, lr_scheduler.LRScheduler)
+    inner = {id(each) for s in live for each in getattr(s, "_schedulers", [])}
+    schedules = [s for s in live if id(s) not in inner]
     schedules = [s for s in schedules if any(innermost(s.optimizer) is of for of in optimizers_of(seen))]
     for of in optimizers_of(seen):
         mine = [s for s in schedules if innermost(s.optimizer) is of]
@@ -493,7 +500,7 @@ def _of_steps(lab: Lab, of: Any, schedule: Any) -> Result | None:
             f", once for each of its {k} micro-batches" if n == k else ""
         )
         total = _length_of(schedule)
-        loaders = [len(d) for d in _live(torch.utils.data.DataLoader) if hasattr(d.dataset, "__len__")]
+        loaders = [len(d) for d in _live(lab, DataLoader) if hasattr(d.dataset, "__len__")]
         if n == k and total and any(size and total % size == 0 for size in loaders):
             return not_tested(f"{words}; its {total} steps are a number of batches: is that on purpose?", where=where)
         if is_shared() and n == torch.distributed.get_world_size():
@@ -548,46 +555,29 @@ def _never_stepped(lab: Lab, schedule: Any) -> Result | None:
 
 
 def _is_never_used(schedule: Any) -> bool:
-    """Whether all variables that hold a schedule are in scripts that use nothing of it but its attributes, no step."""
+    """Whether nothing but variables of scripts holds a schedule, and no script uses more of them than attributes."""
     names: dict[str, set[str]] = {}
-    spaces: list[Any] = []
+    spaces: set[int] = set()
     for frame in frames_of_script():
         for space in (frame.f_locals, frame.f_globals):
-            spaces.append(space)
-            for name, value in space.items():
-                if value is schedule:
-                    names.setdefault(frame.f_code.co_filename, set()).add(name)
-    others = [
-        each
-        for each in gc.get_referrers(schedule)
-        if isinstance(each, dict)
-        and "param_groups" not in each
-        and not any(each is space for space in spaces)
-        and not any(value is schedule and name in _all(names) for name, value in each.items())
-    ]
-    held = [each for each in gc.get_referrers(schedule) if isinstance(each, list | tuple) and _is_own(each)]
-    if not names or others or held:
-        return False
+            spaces.add(id(space))
+            mine = {name for name, value in space.items() if value is schedule}
+            names[frame.f_code.co_filename] = names.get(frame.f_code.co_filename, set()) | mine
+    for holder in gc.get_referrers(schedule):
+        is_act = isinstance(holder, dict) and "n_passes" in holder
+        if isinstance(holder, dict) and id(holder) not in spaces and not is_act:
+            return False
     for file, mine in names.items():
         try:
-            tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+            nodes = [*ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))]
         except (OSError, SyntaxError):
             return False
-        attributes = {id(n.value): n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
-        for node in ast.walk(tree):
-            is_mine = isinstance(node, ast.Name) and node.id in mine and isinstance(node.ctx, ast.Load)
-            if is_mine and attributes.get(id(node), "step") in ("step", "__dict__"):
+        attributes = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        for node in nodes:
+            is_use = isinstance(node, ast.Name) and node.id in mine and isinstance(node.ctx, ast.Load)
+            if is_use and attributes.get(id(node), "step") == "step":
                 return False
-    return True
-
-
-def _all(names: dict[str, set[str]]) -> set[str]:
-    return set().union(*names.values()) if names else set()
-
-
-def _is_own(values: Any) -> bool:
-    """Whether a container is no list that was made to look for schedules."""
-    return not all(issubclass(type(each), lr_scheduler.LRScheduler) for each in values)
+    return any(names.values())
 
 
 def _wrong_way(lab: Lab, schedule: Any) -> Result | None:
