@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import gc
 import math
 from itertools import pairwise
@@ -78,8 +79,16 @@ def optimizer_covers(lab: Lab) -> Result:
     alive = {id(p) for m in _live(lab, nn.Module) for p in (m.__dict__.get("_parameters") or {}).values()}
     dead = [p for key, p in stepped.items() if key not in named and not norms.get(key, 0) > 0]
     lines = [line for of in optimizers if (line := seen.line_of(of))]
-    if (twice := _updated_twice(lab)) is not None:
-        return twice
+    twice = [places for one, two, places in _reused(lab) if one.optimizer is not two.optimizer]
+    if len(twice) > 1:
+        held = [*seen.parameters.values()]
+        names = [full_name(seen, held[i][1]) for i in sorted({i for places in twice for i in places})]
+        return failed(
+            f"{counted(len(names), 'parameter')} are updated by two optimizers with the same gradient, {len(twice)} "
+            "times.",
+            where="; ".join([names_in_words(names), *lines]),
+            remedy="give each parameter to one optimizer.",
+        )
     n_held = counted(sum(key in named for key in stepped), "parameter")
     if not missing:
         idle = [p for p in dead if id(p) not in alive]
@@ -117,33 +126,22 @@ def optimizer_covers(lab: Lab) -> Result:
     )
 
 
-def _updated_twice(lab: Lab) -> Result | None:
-    """Return a failure if two optimizers use the same gradient of a parameter; None if none does."""
-    seen = lab.seen
+def _reused(lab: Lab) -> list[tuple[Update, Update, list[int]]]:
+    """Return pairs of updates without a pass between them, with the places of parameters whose gradient both used."""
     since: list[Update] = []
-    found: dict[int, int] = {}
-    n = 0
-    for event in seen.events:
+    found = []
+    for event in lab.seen.events:
         if isinstance(event, Backward):
             since = []
         elif isinstance(event, Update) and is_real(event):
-            mine = {int(i) for i in places_of(event.optimizer, seen)}
-            norms = padded(event.norms, seen)
+            norms, mine = padded(event.norms, lab.seen), places_of(event.optimizer, lab.seen)
             for other in since:
-                if other.optimizer is not event.optimizer:
-                    both = [i for i in mine & {int(i) for i in places_of(other.optimizer, seen)} if norms[i] > 0]
-                    n += bool(both)
-                    found |= dict.fromkeys(both, 0)
+                is_same = np.isin(mine, places_of(other.optimizer, lab.seen)) & (norms[mine] > 0)
+                is_same &= np.isclose(norms[mine], padded(other.norms, lab.seen)[mine])
+                if is_same.any():
+                    found.append((other, event, [int(i) for i in mine[is_same]]))
             since.append(event)
-    if n < 2:
-        return None
-    held = [*seen.parameters.values()]
-    names = [full_name(seen, held[i][1]) for i in found]
-    return failed(
-        f"{counted(len(names), 'parameter')} are updated by two optimizers with the same gradient, {n} times.",
-        where=names_in_words(names),
-        remedy="give each parameter to one optimizer.",
-    )
+    return found
 
 
 # One update, computed again
@@ -168,7 +166,7 @@ def _predicted(of: Any, each: Copy, dtype: torch.dtype) -> Tensor | None:
     new.param_groups[0].update(options)
     if each.state:
         new.state[p] = {
-            name: value.to(dtype) if isinstance(value, Tensor) and name != "step" else _cloned(value)
+            name: value.to(dtype) if isinstance(value, Tensor) and name != "step" else copy.deepcopy(value)
             for name, value in each.state.items()
         }
     # Not `step`, whose hooks are the observer's and the user's.
@@ -178,10 +176,6 @@ def _predicted(of: Any, each: Copy, dtype: torch.dtype) -> Tensor | None:
     except Exception:  # noqa: BLE001  (a group may hold what a subclass has added)
         return None
     return p.detach()
-
-
-def _cloned(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _copies(lab: Lab) -> list[tuple[Update, Copy]]:
@@ -267,7 +261,7 @@ def _without_effect(lab: Lab) -> Result | None:
             for p, active in zip(held, is_active, strict=True)
             if active and not seen.was_moved(p) and p.dtype in (torch.float32, torch.float64)
         ]
-        if still and not _is_too_small(lab, of):
+        if still and not _vanishes(lab, of):
             names = [full_name(seen, p) for p in still]
             return failed(
                 f"{type(of).__name__} made {len(updates)} updates of {counted(len(still), 'parameter')} with gradients "
@@ -278,37 +272,21 @@ def _without_effect(lab: Lab) -> Result | None:
     return None
 
 
-def _is_too_small(lab: Lab, of: Any) -> bool:
-    """Whether the predicted updates of an optimizer vanish in rounding."""
-    for update, each in _copies(lab):
-        if update.optimizer is of:
-            exact = _predicted(of, each, torch.float64)
-            if exact is not None and torch.equal(exact.to(each.before.dtype), each.before):
-                return True
-    return False
+def _vanishes(lab: Lab, of: Any) -> bool:
+    """Whether a predicted update of an optimizer is lost to rounding."""
+    known = [(c, _predicted(of, c, torch.float64)) for u, c in _copies(lab) if u.optimizer is of]
+    return any(new is not None and torch.equal(new.to(c.before.dtype), c.before) for c, new in known)
 
 
 def _repeated(lab: Lab) -> Result | None:
     """Return a failure if an optimizer makes two updates with one gradient."""
-    seen = lab.seen
-    last: dict[int, Update] = {}
-    again: list[Update] = []
-    for event in seen.events:
-        if isinstance(event, Backward):
-            last = {}
-        elif isinstance(event, Update) and is_real(event):
-            before = last.get(id(event.optimizer))
-            if before is not None:
-                a, b = padded(before.norms, seen), padded(event.norms, seen)
-                if (b > 0).any() and np.allclose(a, b, equal_nan=True):
-                    again.append(event)
-            last[id(event.optimizer)] = event
+    again = [(one, two) for one, two, _ in _reused(lab) if one.optimizer is two.optimizer]
     if len(again) < 2:
         return None
-    lines = sorted({each.line for each in again} | {each.line for each in real_updates(seen, again[0].optimizer)})
+    lines = dict.fromkeys(each.line for pair in again for each in pair if each.line)
     return failed(
-        f"{type(again[0].optimizer).__name__} made {len(again)} updates with a gradient that it had used already.",
-        where=", ".join(line for line in lines if line),
+        f"{type(again[0][0].optimizer).__name__} made {len(again)} updates with a gradient that it had used already.",
+        where=", ".join(lines),
         remedy="call step() once after the passes of an update.",
     )
 
@@ -334,14 +312,10 @@ def _pulled_back(lab: Lab) -> Result | None:
         return failed(
             f"After each update the parameters are pulled by {fine_percent(float(np.median(factors)))} of the way to "
             "those of another module, which never moves.",
-            where="; ".join([names_in_words(names), _line_of_writer(updates)]),
+            where=f"{names_in_words(names)}; after the update ({updates[0].line})",
             remedy="move the average towards the model: look at the order of the arguments.",
         )
     return None
-
-
-def _line_of_writer(updates: list[Update]) -> str:
-    return f"after the update in {updates[0].line}" if updates[0].line else "after the update"
 
 
 def _target_of(lab: Lab, parameter: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> float | None:
@@ -640,10 +614,6 @@ def loss_scale(lab: Lab) -> Result:
             remedy="look for the first value that is not finite; no scale can help.",
         )
     least = min(a.numbers["scale"] for a in scales)
-    if not len(values) and n_updates:
-        return failed(
-            f"The scale is {least:.3g} and never adjusted.", where=line, remedy="call scaler.update() after each step."
-        )
     if least < _SMALLEST:
         return failed(
             f"The scale is {least:.3g}, so that even a derivative of 1 is below the smallest normal number of float16, "
