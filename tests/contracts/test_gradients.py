@@ -151,6 +151,30 @@ def test_an_expert_without_a_token_is_no_failure():
     assert found["gradients_reach_all"].status is not FAILED
 
 
+def test_lower_blocks_of_a_stack_that_are_cut_off():
+    blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    found = trained(Net(blocks, use=lambda net, x: blocks[2](blocks[1](x).detach())))["gradients_reach_all"]
+    assert found.status is FAILED
+    assert "middle.1" in found.where
+
+
+class Targets(nn.Module):
+    """A module with a copy that is compared with, as in learning by temporal differences."""
+
+    def __init__(self):
+        super().__init__()
+        self.online, self.target = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        with torch.no_grad():
+            goal = self.target(x)
+        return self.online(x) - goal
+
+
+def test_a_target_without_gradients_is_no_failure():
+    assert trained(Net(Targets()))["gradients_reach_all"].status is UNKNOWN
+
+
 def test_frozen_parts_are_no_failure():
     model = Net()
     model.emb.requires_grad_(False)

@@ -86,6 +86,12 @@ def test_a_bias_that_was_left_out():
     assert "2.bias" in found["optimizer_covers"].where
 
 
+def test_biases_alone_may_be_trained_on_purpose():
+    model = net()
+    biases = torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.1)
+    assert trained(model, biases, sees_all=False)["optimizer_covers"].status is UNKNOWN
+
+
 def test_a_body_without_an_optimizer_may_be_frozen_on_purpose():
     model = net()
     of_head = torch.optim.SGD(model[2].parameters(), lr=0.1)

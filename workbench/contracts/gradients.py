@@ -115,7 +115,8 @@ class _Group:
         named: Parameters by name.
         is_none: Whether no pass gave a gradient, instead of one that is exactly 0.
         is_called: Whether the module, or the code that should use it, is called in training.
-        is_like_another: Whether a module of the same kind beside it has gradients, as experts without a token.
+        is_like_another: Whether a module of the same kind has gradients, as beside an expert without a token.
+        is_twin: Whether such a module is outside of the list that holds this one, as that which a target copies.
         is_own: Whether the code that should use it belongs to no package.
         changes: Whether loss and outputs change with the parameters.
     """
@@ -126,6 +127,7 @@ class _Group:
     named: dict[str, Tensor] = field(default_factory=dict)
     is_called: bool = False
     is_like_another: bool = False
+    is_twin: bool = False
     is_own: bool = False
     changes: tuple[bool, bool] = (False, False)
 
@@ -142,9 +144,13 @@ class _Group:
         self.is_own = not is_library(type(user).__module__)
         self.is_called = any(each in seen.called for each in module.modules())
         shapes = [p.shape for p in module.parameters()]
-        for other in modules.values():
+        parent = self.path.rpartition(".")[0]
+        for name, other in modules.items():
             if other is not module and type(other) is type(module) and [p.shape for p in other.parameters()] == shapes:
-                self.is_like_another |= any(id(p) in with_gradient for p in other.parameters())
+                is_alike = any(id(p) in with_gradient for p in other.parameters())
+                is_in_list = name.rpartition(".")[0] == parent and isinstance(modules[parent], nn.ModuleList)
+                self.is_like_another |= is_alike
+                self.is_twin |= is_alike and not is_in_list
 
 
 def _groups(lab: Lab) -> list[_Group]:
@@ -270,7 +276,7 @@ def gradients_reach_all(lab: Lab) -> Result:
     """
     groups = [g for g in _groups(lab) if g.is_called or g.changes[1]]
     n = len(lab.seen.parameters)
-    cut = [g for g in groups if g.is_none and g.changes[0] and not g.is_like_another]
+    cut = [g for g in groups if g.is_none and g.changes[0] and not g.is_twin]
     stuck = [g for g in groups if not g.is_none and g.changes[0]]
     idle = [g for g in groups if g.is_none and not g.changes[1] and g.is_own and not g.is_like_another]
     n_passes = _n_passes(lab.seen)

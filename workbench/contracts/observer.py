@@ -635,12 +635,12 @@ class Observer:
         held = [(p, g) for g in of.param_groups for p in g["params"] if p.numel() <= _MOST_SAMPLED]
         held = [(p, g) for p, g in held if not _is_released(p)]
         chosen = held[:: max(1, len(held) // _N_SAMPLED)][:_N_SAMPLED]
-        states = getattr(of, "state", {})
+        states, scale = getattr(of, "state", {}), getattr(of, "grad_scale", None)  # of fused kernels
         return [
             Copy(
                 p,
                 p.detach().clone(),
-                None if p.grad is None else p.grad.detach().clone(),
+                None if p.grad is None else p.grad.detach().clone() if scale is None else p.grad.detach() / scale,
                 copy.deepcopy(dict(states[p])) if p in states else {},
                 {name: value for name, value in group.items() if name != "params"},
             )

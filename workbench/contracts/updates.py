@@ -109,7 +109,7 @@ def optimizer_covers(lab: Lab) -> Result:
         frozen = sum(not p.requires_grad for p in dead)
         kind = "frozen ones" if frozen == len(dead) else "tensors without gradients that no called module has"
         reason = f"the optimizer holds {len(dead)} {kind} instead"
-    elif split:
+    elif split and any(key in stepped and entry[2].ndim > 1 for key, entry in named.items()):  # not biases alone
         reason = f"other parameters of {names_in_words([*split])} are in one"
     elif is_by_kind:
         reason = f"the {len(groups)} groups of the optimizer hold parts of all other modules"
