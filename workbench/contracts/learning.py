@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, passed
-from workbench.contracts.observer import Backward, Update
+from workbench.contracts.observer import Backward, Update, digest
 from workbench.contracts.results import Result
 from workbench.formatting import number_in_words
 from workbench.models.calling import bare
@@ -238,15 +237,8 @@ def _replayed(line: str, remedy: str) -> Result:
 def _is_replayed(lab: Lab, n_passes: int) -> bool:
     """Return whether the first batch after some passes is the first of all, which none between them is."""
     passes = [one for one in lab.seen.passes if one.calls and one.calls[0].is_kept]
-    keys = [_digest(tensors_in([one.calls[0].args, one.calls[0].kwargs])) for one in passes]
+    keys = [digest(tensors_in([one.calls[0].args, one.calls[0].kwargs])) for one in passes]
     before, after = keys[:n_passes], keys[n_passes:]
     if not after and (call := lab.seen.interrupted) is not None:
-        after = [_digest(tensors_in([call.args, call.kwargs]))]
+        after = [digest(tensors_in([call.args, call.kwargs]))]
     return len(before) > 1 and bool(after) and after[0] == before[0] and before.count(before[0]) == 1
-
-
-def _digest(tensors: Iterable[Tensor]) -> str:
-    known = [t.detach().cpu().contiguous() for t in tensors if t.numel() > 1]
-    return hashlib.sha256(
-        b"".join((t.float() if t.is_floating_point() else t).numpy().tobytes() for t in known)
-    ).hexdigest()

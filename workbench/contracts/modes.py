@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, not_tested, passed
-from workbench.contracts.observer import Call, Look
+from workbench.contracts.observer import Call, Look, digest
 from workbench.contracts.places import line_of_script
 from workbench.contracts.results import Result
 from workbench.formatting import number_in_words
@@ -136,13 +136,9 @@ def train_mode(lab: Lab) -> Result:
         if isinstance(found, Result):
             return found
         n_partial += found
-    words = (
-        f"; {n_partial} parts whose mode has no effect on them, or with norms alone, are in eval mode"
-        if n_partial
-        else ""
-    )
     if not lab.seen.roots:
         raise NotTestedError("no pass of a module was seen")
+    words = f"; {n_partial} parts in eval mode have no trained dropout" if n_partial else ""
     return passed(f"No module whose mode has an effect is trained in eval mode{words}.")
 
 
@@ -174,19 +170,16 @@ def _parts_in_eval(lab: Lab, root: nn.Module, calls: list[Call]) -> Result | int
     above = {child: part for part in root.modules() for child in part.children()}
     names = {module: name for name, module in root.named_modules()}
     parts = [each for each in root.modules() if each in call.in_eval and above.get(each) not in call.in_eval]
-    suspects = []
+    change, part = 0.0, root
     for part in parts:
         parameters = list(part.parameters())
-        acting = [m for m in part.modules() if not isinstance(m, nn.modules.batchnorm._NormBase)]
         if parameters and all(p.requires_grad for p in parameters):
+            acting = [m for m in part.modules() if not isinstance(m, nn.modules.batchnorm._NormBase)]
             change, limit = _effect_of_modes(lab, call, acting)
             if change > limit:
-                suspects.append((part, change))
-        if len(suspects) >= 1:
-            break
-    if not suspects:
+                break
+    else:
         return len(parts)
-    part, change = suspects[0]
     line, is_by_library = _who_set(lab, part)
     words = f"{names[part]}, whose parameters are trained, is in eval mode while {type(root).__name__} is not"
     if not is_by_library:
@@ -301,21 +294,16 @@ def _is_trained_on(lab: Lab, look: Look) -> bool:
     mine = next((t for t in tensors_in([look.call.args, look.call.kwargs]) if t.ndim), None)
     if mine is None:
         return True
-    examples = {_bytes_of(each) for each in mine}
+    examples = {digest([each]) for each in mine}
     for call in lab.seen.calls:
         theirs = next((t for t in tensors_in([call.args, call.kwargs]) if t.ndim), None)
         if call.is_kept and call.update >= look.call.update and theirs is not None:
-            if theirs.shape[1:] == mine.shape[1:] and examples & {_bytes_of(each) for each in theirs}:
+            if theirs.shape[1:] == mine.shape[1:] and examples & {digest([each]) for each in theirs}:
                 return True
             grows = not mine.is_floating_point() and mine.ndim == theirs.ndim == 2 and theirs.shape[1] > mine.shape[1]
             if grows and len(theirs) == len(mine) and torch.equal(theirs[:, : mine.shape[1]], mine):
                 return True
     return False
-
-
-def _bytes_of(example: Tensor) -> bytes:
-    example = example.detach().cpu().contiguous()
-    return (example.float() if example.dtype == torch.bfloat16 else example).numpy().tobytes()
 
 
 # Numbers
@@ -352,7 +340,10 @@ def finite(lab: Lab) -> Result:
         if not call.is_kept:
             continue
         if any(not torch.isfinite(t).all() for t in tensors_in([call.args, call.kwargs]) if t.is_floating_point()):
-            return _bad_inputs(lab, call, words)
+            if all(bool(torch.isfinite(p).all()) for p in call.module.parameters()):
+                return not_tested(f"{words}: inputs are not, and no parameter is spoiled; are they skipped on purpose?")
+            where = f"the inputs of the model before update {call.update + 1}"
+            break
         if (found := _first_bad(lab, call)) is not None:
             where = found
             break
@@ -384,16 +375,6 @@ def _largest_half(lab: Lab) -> tuple[str, float]:
             for handle in handles:
                 handle.remove()
     return found
-
-
-def _bad_inputs(lab: Lab, call: Call, words: str) -> Result:
-    if not any(each.index == call.update for each in lab.seen.updates):
-        return not_tested(f"{words}: the inputs are not, and the update is skipped; is it on purpose?")
-    return failed(
-        f"{words}: the inputs before update {call.update + 1} are not.",
-        where="the inputs of the model",
-        remedy="remove examples with infinite or missing values.",
-    )
 
 
 def _first_bad(lab: Lab, call: Call) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -795,6 +796,13 @@ def _copied(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_copied(each) for each in value)
     return value
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Return a hash of tensors with several values; empty if there are none."""
+    known = [t.detach().cpu().contiguous() for t in tensors if t.numel() > 1]
+    values = [(t.float() if t.dtype == torch.bfloat16 else t).numpy().tobytes() for t in known]
+    return hashlib.sha256(b"".join(values)).hexdigest() if values else ""
 
 
 @torch.no_grad()

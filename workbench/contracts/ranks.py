@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 
-from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, passed
-from workbench.contracts.observer import Call, fingerprint
+from workbench.contracts.lab import Contract, Lab, NotTestedError, contract, failed, not_applicable, passed
+from workbench.contracts.observer import Call, digest, fingerprint
 from workbench.contracts.results import Result
 from workbench.formatting import number_in_words
 from workbench.models.calling import bare, is_shared
@@ -81,7 +81,6 @@ def _own(lab: Lab) -> dict[str, Any]:
             continue
         placements = getattr(p, "placements", None)
         parameters[key] = {
-            "shape": list(p.shape),
             "placements": None if placements is None else [type(each).__name__ for each in placements],
             "first": seen.at_first.get(id(p)),
             "now": fingerprint(p),
@@ -95,8 +94,8 @@ def _own(lab: Lab) -> dict[str, Any]:
         "parameters": parameters,
         "updates": updates,
         "local": _local_norms(lab, names),
-        "inputs": [_digest(tensors_in([call.args, call.kwargs])) for call in calls if call.is_kept],
-        "random": [_digest([call.rng]) for call in calls],
+        "inputs": [digest(tensors_in([call.args, call.kwargs])) for call in calls if call.is_kept],
+        "random": [digest([call.rng]) for call in calls],
         "draws": sorted({name for call in calls for name in _dropouts(call)}),
     }
 
@@ -112,13 +111,6 @@ def _local_norms(lab: Lab, names: dict[int, str]) -> list[dict[str, float]]:
     return found
 
 
-def _digest(tensors: Iterable[Tensor]) -> str:
-    """Return a hash of tensors with several values; empty if there are none."""
-    known = [t.detach().cpu().contiguous() for t in tensors if t.numel() > 1]
-    values = [(t.float() if t.dtype == torch.bfloat16 else t).numpy().tobytes() for t in known]
-    return hashlib.sha256(b"".join(values)).hexdigest() if values else ""
-
-
 def _dropouts(call: Call) -> list[str]:
     """Return the names of modules with dropout that act in a call."""
     found = []
@@ -130,12 +122,21 @@ def _dropouts(call: Call) -> list[str]:
     return found
 
 
-def _is_single() -> Result | None:
-    if is_shared():
-        return None
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise NotTestedError("the script has ended its process group before the experiments")
-    return not_applicable("There is one process.")
+def _of_ranks(id: str) -> Callable[[Callable[[Lab, list[dict[str, Any]]], Result]], Contract]:
+    """Register a contract of several ranks, which receives what they have seen."""
+
+    def register(function: Callable[[Lab, list[dict[str, Any]]], Result]) -> Contract:
+        @wraps(function)
+        def test(lab: Lab) -> Result:
+            if is_shared():
+                return function(lab, _ranks(lab))
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise NotTestedError("the script has ended its process group before the experiments")
+            return not_applicable("There is one process.")
+
+        return contract(id)(test)
+
+    return register
 
 
 # What the ranks are to each other
@@ -224,15 +225,12 @@ def _are_replicas(lab: Lab, ranks: list[dict[str, Any]]) -> bool:
     return not _sharded(ranks)
 
 
-@contract("ranks_see_different_data")
-def ranks_see_different_data(lab: Lab) -> Result:
+@_of_ranks("ranks_see_different_data")
+def ranks_see_different_data(lab: Lab, ranks: list[dict[str, Any]]) -> Result:
     """Are the inputs of a pass other ones on each rank?
 
     Hashes of the inputs are compared. Ranks that hold parts of one model (tensor parallelism) read the same data.
     """
-    if (single := _is_single()) is not None:
-        return single
-    ranks = _ranks(lab)
     n = min(len(rank["inputs"]) for rank in ranks)
     known = [i for i in range(n) if all(rank["inputs"][i] for rank in ranks)]
     if not known:
@@ -252,16 +250,13 @@ def ranks_see_different_data(lab: Lab) -> Result:
     return passed(f"All {len(ranks)} ranks have other inputs in {len(known)} passes.")
 
 
-@contract("gradients_reduced")
-def gradients_reduced(lab: Lab) -> Result:
+@_of_ranks("gradients_reduced")
+def gradients_reduced(lab: Lab, ranks: list[dict[str, Any]]) -> Result:
     """Are gradients of parameters that all ranks hold equal on all ranks when the optimizer reads them?
 
     Their norms are compared before each update. A sum over ranks of gradients of means is told by its norm: that of a
     mean is at most the mean of the norms.
     """
-    if (single := _is_single()) is not None:
-        return single
-    ranks = _ranks(lab)
     line = next((one.line for one in lab.seen.passes), "")
     if not lab.seen.updates:
         raise NotTestedError("no update was seen")
@@ -274,12 +269,10 @@ def gradients_reduced(lab: Lab) -> Result:
             remedy="synchronize gradients in the last micro-batch: set_requires_gradient_sync(True).",
         )
     names = _replicated(ranks)
+    if not names and shards:
+        return passed(f"Shards of {len(shards)} parameters have gradients in {len(held)} updates.")
     if not names:
-        return (
-            not_applicable("No parameter is the same on all ranks.")
-            if not shards
-            else passed(f"Shards of {len(shards)} parameters have gradients in {len(held)} updates.")
-        )
+        return not_applicable("No parameter is the same on all ranks.")
     if n := _n_wrappers(lab):
         return failed(
             f"{n} calls of the model are of as many new wrappers, which take their hooks with them before the backward "
@@ -334,12 +327,9 @@ def _sum_of_means(lab: Lab, ranks: list[dict[str, Any]], names: list[str]) -> fl
     return largest
 
 
-@contract("replicas_equal")
-def replicas_equal(lab: Lab) -> Result:
+@_of_ranks("replicas_equal")
+def replicas_equal(lab: Lab, ranks: list[dict[str, Any]]) -> Result:
     """Are parameters that all ranks train by the same gradients equal on all ranks after the updates?"""
-    if (single := _is_single()) is not None:
-        return single
-    ranks = _ranks(lab)
     if not _are_replicas(lab, ranks):
         return not_applicable("The ranks hold parts of one model.")
     names = [name for name, each in ranks[0]["parameters"].items() if each["placements"] is None]
@@ -361,16 +351,11 @@ def replicas_equal(lab: Lab) -> Result:
     )
 
 
-@contract("shards_equal")
-def shards_equal(lab: Lab) -> Result:
+@_of_ranks("shards_equal")
+def shards_equal(lab: Lab, ranks: list[dict[str, Any]]) -> Result:
     """Under tensor parallelism, are parameters that are not split equal on all ranks after the updates?"""
-    if (single := _is_single()) is not None:
-        return single
-    ranks = _ranks(lab)
     parameters, split = ranks[0]["parameters"], _sharded(ranks)
-    whole = [
-        name for name, each in parameters.items() if each["placements"] and set(each["placements"]) == {"Replicate"}
-    ]
+    whole = [name for name, each in parameters.items() if {*(each["placements"] or ())} == {"Replicate"}]
     whole += _replicated(ranks)
     if not split or not whole:
         return not_applicable("No parameters are split over ranks beside others that are not.")
@@ -396,17 +381,14 @@ def _is_seeded_by_library() -> bool:
     return False
 
 
-@contract("random_states")
-def random_states(lab: Lab) -> Result:
+@_of_ranks("random_states")
+def random_states(lab: Lab, ranks: list[dict[str, Any]]) -> Result:
     """Do ranks that train on other data draw other random numbers for dropout?
 
     Hashes of the states of the generator before each pass are compared where dropout acts.
     """
-    if (single := _is_single()) is not None:
-        return single
     if _is_seeded_by_library():
         raise NotTestedError("the library of the loop gives all ranks one seed")
-    ranks = _ranks(lab)
     if not all(rank["draws"] for rank in ranks):
         return not_applicable("No dropout acts.")
     if torch.cuda.is_available() and any(p.is_cuda for p in lab.seen.roots[0].parameters()):
