@@ -110,6 +110,8 @@ def rate_in_range(lab: Lab) -> Result:
 def _last(lab: Lab) -> tuple[Update, Backward]:
     """Return the last update with its backward pass, if the loss is that of one pass and one optimizer."""
     seen = lab.seen
+    if not seen.updates:
+        raise NotTestedError("no update was seen")
     if len(seen.optimizers) != 1:
         raise NotTestedError("several optimizers train against or beside each other")
     update = next((each for each in reversed(seen.updates) if each.before), None)
