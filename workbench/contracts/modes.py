@@ -378,7 +378,7 @@ def _largest_half(lab: Lab) -> tuple[str, float]:
 
 
 def _first_bad(lab: Lab, call: Call) -> str | None:
-    """Return the first tensor of a call that is not finite; None if the present parameters give none."""
+    """Return the first tensor of a call that is not finite; None if other parameters give none."""
 
     def total(module: nn.Module) -> Tensor:
         kind = next(module.parameters()).device.type
@@ -387,11 +387,17 @@ def _first_bad(lab: Lab, call: Call) -> str | None:
         return torch.stack([t.float().sum() for t in tensors_in(output) if t.requires_grad]).sum()
 
     lab.n_passes += 2
-    model = bare(call.module)
-    with lab.undisturbed(call, trains=True, gradients=True):
-        found = first_bad_tensor(model, total)
+    model, generator = bare(call.module), torch.Generator().manual_seed(0)
+    spoiled = [(p, p.data) for p in model.parameters() if not bool(torch.isfinite(p).all())]
+    try:
+        for p, data in spoiled:  # by an update after the pass; other numbers show what does not depend on them
+            p.data = (0.02 * torch.randn(p.shape, generator=generator)).to(data)
+        with lab.undisturbed(call, trains=True, gradients=True):
+            found = first_bad_tensor(model, total)
+    finally:
+        for p, data in spoiled:
+            p.data = data
     if found is None:
         return None
-    return (
-        f"{found.module or type(model).__name__}: {found.tensor}{f' of {found.operation}' if found.operation else ''}"
-    )
+    operation = f" of {found.operation}" if found.operation else ""
+    return f"{found.module or type(model).__name__}: {found.tensor}{operation}"
