@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 from workbench.contracts import gradients
-from workbench.contracts.check import CONTRACTS, all_results
+from workbench.contracts.check import CONTRACTS, all_results, show_progress
 from workbench.contracts.observer import Observer
 from workbench.contracts.results import Status
 
@@ -50,7 +50,9 @@ def only_these(monkeypatch):
 
 def results(loop, n_updates=5):
     found = {}
-    with Observer(n_updates, lambda seen: found.update({each.id: each for each in all_results(seen)})) as seen:
+    with Observer(
+        n_updates, lambda seen: found.update({each.id: each for each in all_results(seen, (), show_progress(False))})
+    ) as seen:
         seen.sees_all = True
         loop()
         seen.finish()
@@ -209,7 +211,7 @@ def test_the_experiment_restores_every_bit():
         before = {name: p.detach().clone() for name, p in model.state_dict().items()}
         gradients = {name: p.grad for name, p in model.named_parameters()}
         state = torch.get_rng_state()
-        kept["results"] = all_results(seen)
+        kept["results"] = all_results(seen, (), show_progress(False))
         assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
         assert all(gradients[name] is p.grad for name, p in model.named_parameters())
         assert torch.equal(state, torch.get_rng_state())
@@ -371,7 +373,9 @@ def compiled(inner):
     torch._dynamo.reset()
     model = Net(inner)
     found = {}
-    with Observer(3, lambda seen: found.update({each.id: each for each in all_results(seen)})) as seen:
+    with Observer(
+        3, lambda seen: found.update({each.id: each for each in all_results(seen, (), show_progress(False))})
+    ) as seen:
         whole, optimizer = torch.compile(model, backend="eager"), torch.optim.SGD(model.parameters(), lr=0.1)
         for ids, labels in batches(3):
             optimizer.zero_grad()
@@ -384,6 +388,46 @@ def compiled(inner):
 def test_compiled_code_that_differs():
     assert compiled(nn.Linear(6, 6)).status is PASSED
     assert compiled(Branching()).status is FAILED
+
+
+class Routed(nn.Module):
+    """Two experts, whose router keeps its balance loss."""
+
+    def __init__(self, is_detached=False):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 2), nn.ModuleList(Expert(6, 6) for _ in range(2))
+        self.is_detached = is_detached
+
+    def forward(self, x):
+        p = self.gate(x).softmax(-1)
+        mean = p.detach() if self.is_detached else p
+        self.aux_loss = 2 * (mean.mean((0, 1)) * (p.detach() > 0.5).double().mean((0, 1))).sum()
+        return x + sum(p[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+def routed(is_added=True, **options):
+    model = Net(Routed(**options))
+
+    def loop():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for ids, labels in batches(4):
+            optimizer.zero_grad()
+            loss = loss_of(model, ids, labels)
+            (loss + 0.01 * model.middle.aux_loss if is_added else loss).backward()
+            optimizer.step()
+
+    return results(loop, 4)["balance_loss"]
+
+
+def test_balance_losses_that_modules_keep():
+    assert routed().status is PASSED
+    found = routed(is_added=False)
+    assert found.status is FAILED
+    assert "middle" in found.where
+    found = routed(is_detached=True)
+    assert found.status is FAILED
+    assert "no gradient reaches the router" in found.evidence
+    assert routed(is_added=False, is_detached=True).status is Status.NOT_APPLICABLE
 
 
 def mixture(**options):

@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.optim import lr_scheduler
 
 from workbench.contracts import updates
-from workbench.contracts.check import CONTRACTS, all_results
+from workbench.contracts.check import CONTRACTS, all_results, show_progress
 from workbench.contracts.observer import Observer
 from workbench.contracts.results import Status
 
@@ -32,7 +32,9 @@ def loss_of(model):
 
 def results(loop, n_updates=8, sees_all=True):
     found = {}
-    with Observer(n_updates, lambda seen: found.update({each.id: each for each in all_results(seen)})) as seen:
+    with Observer(
+        n_updates, lambda seen: found.update({each.id: each for each in all_results(seen, (), show_progress(False))})
+    ) as seen:
         seen.sees_all = sees_all
         loop()
         seen.finish()
@@ -166,7 +168,7 @@ def test_updates_that_something_changes(monkeypatch):
             optimizer.zero_grad()
             loss_of(model).backward()
             optimizer.step()
-        found = {each.id: each for each in all_results(seen)}["update_as_predicted"]
+        found = {each.id: each for each in all_results(seen, (), show_progress(False))}["update_as_predicted"]
     assert found.status is FAILED
     assert found.where.startswith("0.weight")
 
@@ -416,7 +418,7 @@ def test_the_experiments_leave_everything_as_it_was():
 
     def ready(seen):
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
-        assert all_results(seen)
+        assert all_results(seen, (), show_progress(False))
         for a, b in zip(before[0].values(), model.state_dict().values(), strict=True):
             assert torch.equal(a, b)
         assert torch.equal(before[2], torch.get_rng_state())

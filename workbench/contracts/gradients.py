@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ _ROUNDING = 0.02
 _MISPLACED = 0.01
 #: Most elements of the gradients that two passes are compared by, and most groups of parameters that are changed.
 _MOST_COMPARED, _MOST_GROUPS = 1 << 24, 4
+#: Names of attributes that hold a balance loss.
+_BALANCE = re.compile(r"(aux|balanc).*loss|loss.*(aux|balanc)|^l_aux", re.IGNORECASE)
 
 
 # What was observed of gradients
@@ -858,11 +861,14 @@ def _is_compiled(module: nn.Module) -> bool:
 
 @contract("balance_loss")
 def balance_loss(lab: Lab) -> Result:
-    """Is the auxiliary loss of a mixture of experts part of the loss, and does its gradient reach the router?"""
+    """Is the auxiliary loss of a mixture of experts part of the loss, and does its gradient reach the router?
+
+    It is the ``aux_loss`` of an output, or a number that the forward pass leaves in an attribute with such a name.
+    """
     modules = [m for root in lab.seen.roots for m in root.modules()]
     config = next((c for m in modules if getattr(c := getattr(m, "config", None), "router_aux_loss_coef", None)), None)
     if config is None:
-        return not_applicable("No configuration has an auxiliary loss of routers.")
+        return _kept_balance(lab)
     value, call = float(config.router_aux_loss_coef), lab.call
     if not (call.kwargs.get("output_router_logits") or getattr(config, "output_router_logits", False)):
         words = f"router_aux_loss_coef is {value:g}, but output_router_logits is off: the loss has no auxiliary term"
@@ -894,6 +900,47 @@ def balance_loss(lab: Lab) -> Result:
         return failed(f"{size} {words}.", where="the auxiliary loss", remedy=remedy)
     factor = "" if share is None else f" and is in the loss with the factor {float(share):.3g}"
     return passed(f"{size} depends on {n} parameters{factor}.")
+
+
+def _kept_balance(lab: Lab) -> Result:
+    """Test balance losses that modules keep in attributes, from where the loop adds them to its loss."""
+    places = [
+        (f"{path}.{name}".lstrip("."), module, name)
+        for root in lab.seen.roots[:1]
+        for path, module in root.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point() and _BALANCE.search(name)
+    ]
+    if not places:
+        return not_applicable("No router has an auxiliary loss.")
+    of = lab.taped()
+    assert of.tape is not None
+    call = of.tape.calls[0]
+    with lab.undisturbed(call, trains=True, gradients=True):
+        before = [vars(module)[name] for _, module, name in places]
+        output = [*tensors_in(lab.run(call))]
+        values = [vars(module)[name] for _, module, name in places]
+    if any(new is old or any(new is t for t in output) for new, old in zip(values, before, strict=True)):
+        raise NotTestedError("the auxiliary loss is not computed in each pass, or is an output")
+    names = names_in_words([path for path, _, _ in places])
+    where = names_in_words([*{path.rpartition(".")[0]: None for path, _, _ in places}])
+    if not any(value.requires_grad for value in values):
+        if not of.tape.outer:
+            return not_applicable(f"{names}: no part of the loss, and without a gradient, as a number to look at.")
+        return failed(
+            f"{names}: no gradient reaches the router from a balance loss of {float(values[0].detach()):.3g}.",
+            where=f"{where}, the gate",
+            remedy="compute it from the probabilities of the router, without detach().",
+        )
+    if not any(each.requires_grad for each in of.tape.outer):
+        if all(is_library(type(module).__module__) for _, module, _ in places):
+            return not_tested(f"{names}: no part of the loss; is that on purpose?", where=where)
+        return failed(
+            f"{names}: computed in each pass, with a gradient, and no part of the loss.",
+            where=f"{of.line}; {where}, the gate",
+            remedy="add them to the loss with a small factor.",
+        )
+    return passed(f"{names}: the loss depends on {len(values)} balance losses.")
 
 
 def was_loaded(lab: Lab) -> bool:

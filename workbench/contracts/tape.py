@@ -110,6 +110,12 @@ class Tape(TorchFunctionMode):
         return [*{id(t): t for t in found if t.dtype in (torch.int64, torch.int32) and t.ndim}.values()]
 
     @property
+    def outer(self) -> list[Tensor]:
+        """Numbers that the loss needs, and that are neither outputs nor computed from them."""
+        found = [t for _, args, kwargs, _ in self._needed() for t in tensors_in([args, kwargs])]
+        return [t for t in found if t.numel() == 1 and t.is_floating_point()]
+
+    @property
     def shapes(self) -> list[tuple[str, list[tuple[int, ...]]]]:
         """Name of each function that the loss needs, with the shapes of the tensors that it received."""
         return [
