@@ -71,6 +71,12 @@ def test_rates_that_are_too_large(momentum):
     assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), gradients, strict=True))
 
 
+def test_rates_of_losses_that_are_not_finite_are_unknown():
+    lab = lab_of(*build(rate=float("nan")))
+    with pytest.raises(NotTestedError, match="not finite"):
+        learning.rate_in_range(lab)
+
+
 def resumed(tmp_path, parts, *, replays=False, n=4, writes=True):
     """Train, save, load the given parts into new objects, and go on."""
     path = tmp_path / "last.pt"

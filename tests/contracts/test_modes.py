@@ -128,6 +128,21 @@ def test_a_part_that_the_script_puts_in_eval_mode_is_a_question():
     assert found.evidence.startswith("Is it on purpose that body")
 
 
+def test_a_loaded_part_in_eval_mode(monkeypatch):
+    model = Classifier()
+    model.body[0].bias.requires_grad_(False)
+
+    def loop(model, update):
+        monkeypatch.setattr("workbench.contracts.observer.is_library", lambda name: True)
+        model.body.eval()
+        monkeypatch.undo()
+        plainly(model, update)
+
+    found = results(model, loop)["train_mode"]
+    assert found.status is Status.FAILED
+    assert found.where.startswith("body (test_modes.py")
+
+
 def test_a_frozen_part_in_eval_mode_is_sound():
     model = Classifier()
     model.body.requires_grad_(False).eval()

@@ -66,6 +66,8 @@ def rate_in_range(lab: Lab) -> Result:
         raise NotTestedError("updates go up their gradient")
     update, of = _last(lab)
     losses, before = _by_update(lab), of.loss
+    if not all(math.isfinite(each) for each in losses):
+        raise NotTestedError("a loss is not finite")
     with _moved(update, 1.0):
         after = _loss(lab, of)
     if after > before:

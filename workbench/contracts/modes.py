@@ -172,8 +172,7 @@ def _parts_in_eval(lab: Lab, root: nn.Module, calls: list[Call]) -> Result | int
     parts = [each for each in root.modules() if each in call.in_eval and above.get(each) not in call.in_eval]
     change, part = 0.0, root
     for part in parts:
-        parameters = list(part.parameters())
-        if parameters and all(p.requires_grad for p in parameters):
+        if any(p.requires_grad for p in part.parameters()):
             acting = [m for m in part.modules() if not isinstance(m, nn.modules.batchnorm._NormBase)]
             change, limit = _effect_of_modes(lab, call, acting)
             if change > limit:
@@ -181,7 +180,7 @@ def _parts_in_eval(lab: Lab, root: nn.Module, calls: list[Call]) -> Result | int
     else:
         return len(parts)
     line, is_by_library = _who_set(lab, part)
-    words = f"{names[part]}, whose parameters are trained, is in eval mode while {type(root).__name__} is not"
+    words = f"{names[part]}, which has parameters that are trained, is in eval mode while {type(root).__name__} is not"
     if not is_by_library:
         return not_tested(f"Is it on purpose that {words}?", where=line or names[part])
     return failed(
