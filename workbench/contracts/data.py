@@ -348,7 +348,9 @@ def _is_read_by_workers() -> bool:
     """Return whether several workers of a loader read a stream of examples."""
     kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
     readers = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    return any(each._num_workers > 1 and isinstance(each._dataset, torch.utils.data.IterableDataset) for each in readers)
+    return any(
+        each._num_workers > 1 and isinstance(each._dataset, torch.utils.data.IterableDataset) for each in readers
+    )
 
 
 def _copies(lab: Lab, size: int | None) -> Result | None:
