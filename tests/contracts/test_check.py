@@ -154,3 +154,14 @@ def test_a_trainer_of_transformers(tmp_path):
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
     found = wb.check(trainer(twice))["labels_aligned"]
     assert "2 positions later" in found.evidence
+
+
+def test_derivatives_outside_of_backward_are_no_passes():
+    def loss(model, ids):
+        embedded = model(ids)
+        torch.autograd.grad(embedded.square().mean(), list(model.parameters()), retain_graph=True, allow_unused=True)
+        return lm_loss(model, ids)
+
+    report = checked(None, loss)
+    assert report["labels_aligned"].status is Status.PASSED
+    assert not report.failed

@@ -259,6 +259,7 @@ class Observer:
         self.parameters: dict[int, tuple[str, Tensor]] = {}
         self.optimizers: list[Any] = []
         self.n_done = 0
+        self._is_passing = False
         self._open: list[Call] = []  # since the last backward pass
         self._depth = threading.local()
         self._tape: Tape | None = None
@@ -520,6 +521,8 @@ class Observer:
             call.loss = float(tensor.detach())
 
         def arrive(gradients: tuple[Tensor | None, ...]) -> None:
+            if not self._is_passing:  # a derivative by torch.autograd.grad is no pass of the training
+                return
             gradient = gradients[place] if place < len(gradients) else None
             call.reached = True
             if gradient is None or is_loss or i in call.labels or not held:
@@ -547,7 +550,11 @@ class Observer:
             tape.close(root)
         self._find_parameters()
         before, line = self._norms(), line_of_script()
-        own(tensors, *args, **kwargs)
+        self._is_passing = True
+        try:
+            own(tensors, *args, **kwargs)
+        finally:
+            self._is_passing = False
         calls = [call for call in self._open if call.reached]
         self._open = [call for call in self._open if not call.reached]
         self.calls += calls
