@@ -148,3 +148,12 @@ def test_images_that_are_all_the_same():
 
     assert checked(Classifier(), loss, batches(5))["batches_differ"].status is Status.FAILED
     assert checked(Classifier(), loss, batches(160))["batches_differ"].status is Status.PASSED
+
+
+def test_a_template_that_masks_everything():
+    def loss(model, ids):
+        return next_token(model(ids), torch.full_like(ids, -100))
+
+    found = checked(None, loss)["labels_present"]
+    assert found.status is Status.FAILED
+    assert found.evidence == "None of 4 batches has a label that counts."

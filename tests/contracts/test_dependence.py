@@ -127,3 +127,13 @@ def test_attention_over_examples_instead_of_tokens():
     assert found.status is Status.FAILED
     assert "not even their own" in found.evidence
     assert checked(Encoder(batch_first=True), loss, batches)["examples_independent"].status is Status.PASSED
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_softmax_over_examples(dim):
+    def loss(model, batch):
+        return nn.functional.nll_loss(model(batch[0]).log_softmax(dim), batch[1])
+
+    batches = [(torch.randn(6, 8), torch.randint(0, 3, (6,))) for _ in range(4)]
+    found = checked(nn.Linear(8, 3), loss, batches)["examples_independent"]
+    assert found.status is (Status.PASSED if dim else Status.FAILED)

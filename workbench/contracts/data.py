@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ def _mixed(lab: Lab, where: str) -> Result | None:
     call, names = of.tape.calls[0], of.tape.functions
     if "cross_entropy" in names and all(name in _MOVES for name in names[: names.index("cross_entropy")]):
         axes = call.class_axes
-        if axes and not any(axes.values()):
+        if axes and not any(axis for each in axes.values() for axis in each):
             return failed(
                 "The loss is a cross entropy of the logits alone, but their gradient sums to 0 over none of their "
                 "axes: classes and positions are mixed.",
@@ -148,6 +149,14 @@ def labels_present(lab: Lab) -> Result:
     A position counts if the gradient of its logits is not zero.
     """
     seen = [(call, found) for call in lab.seen.main_calls() if (found := _logits_labels(call)) is not None]
+    has_loss = any(act.kind == "cross entropy" for act in lab.seen.acts)
+    has_labels = any(found.counts.any() for _, found in seen) or any(math.isfinite(p.loss) for p in lab.seen.passes)
+    if len(seen) > 1 and has_loss and not has_labels:
+        return failed(
+            f"None of {len(seen)} batches has a label that counts.",
+            where=lab.seen.place_of_loss,
+            remedy="mask fewer labels, or leave out batches without any.",
+        )
     if not seen or not any(found.is_cross_entropy for _, found in seen):
         raise NotTestedError("the loss is no cross entropy of an output of the model, or its gradient was not seen")
     shares = torch.tensor([float(found.counts.double().mean()) for _, found in seen])

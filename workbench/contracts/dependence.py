@@ -102,8 +102,8 @@ def examples_independent(lab: Lab) -> Result:
 
     In packed batches, whose position_ids begin anew within an example, documents are tested likewise.
     """
-    if (broadcast := _broadcast(lab)) is not None:
-        return broadcast
+    if (wrong := _broadcast(lab) or _softmax_over_examples(lab)) is not None:
+        return wrong
     call = lab.call
     old, is_ids = _inputs(lab)
     if old.shape[0] < 2:
@@ -161,6 +161,22 @@ def _broadcast(lab: Lab) -> Result | None:
                         where=lab.seen.place_of_loss,
                         remedy="give both one shape, by squeeze(-1) of the outputs or unsqueeze(-1) of the targets.",
                     )
+    return None
+
+
+def _softmax_over_examples(lab: Lab) -> Result | None:
+    """Return a failure if a softmax outside of the model runs over the examples: there the gradient sums to 0."""
+    for of in lab.seen.passes:
+        tape = of.tape
+        if tape is None or not tape.is_complete or not {"softmax", "log_softmax"} & {*tape.functions}:
+            continue
+        axes = [each for call in tape.calls for each in call.class_axes.values()]
+        if len(axes) == 1 and axes[0] == [0]:
+            return failed(
+                "The gradient of the outputs sums to 0 over the examples and no other axis: a softmax runs over them.",
+                where=lab.seen.place_of_loss,
+                remedy="pass dim=-1 to the softmax.",
+            )
     return None
 
 

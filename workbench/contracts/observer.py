@@ -62,7 +62,8 @@ class Call:
         in_eval: Modules that were in eval mode.
         tokens: Ids that each embedding received, by the path of the embedding in the module.
         labels: What the gradients of its outputs say about labels, by number of the output.
-        class_axes: Axes of each output over which its gradient sums to 0, as that of a cross entropy over its classes.
+        class_axes: Axes of each output over which its finite gradient sums to 0, as that of a cross entropy over its
+            classes.
         output_shapes: Shape of each floating-point tensor in the output.
         loss: A loss in the output; None without.
         line: Line of the script that made the call.
@@ -528,9 +529,11 @@ class Observer:
             if gradient is None or is_loss or i in call.labels or not held:
                 return
             logits, gradient = held.pop(), gradient.detach()
-            call.class_axes[i] = axes = _axes_that_sum_to_zero(gradient)
-            if axes and gradient.ndim - 1 not in axes:  # such as (batch, class, token)
-                logits, gradient = logits.movedim(axes[0], -1), gradient.movedim(axes[0], -1)
+            if bool(torch.isfinite(gradient).all()) and gradient.any():
+                call.class_axes[i] = axes = _axes_that_sum_to_zero(gradient)
+                classes = [axis for axis in axes if axis]
+                if classes and gradient.ndim - 1 not in classes:  # such as (batch, class, token)
+                    logits, gradient = logits.movedim(classes[0], -1), gradient.movedim(classes[0], -1)
             with contextlib.suppress(Exception):  # outputs may be of any kind, and an observation never ends a training
                 if (found := read_labels(logits, gradient)) is not None:
                     call.labels[i] = found
@@ -766,10 +769,10 @@ def _contents(value: Any, depth: int = 3) -> dict[str, float]:
 
 
 def _axes_that_sum_to_zero(gradient: Tensor) -> list[int]:
-    """Return the axes, but that of the batch, over which a gradient sums to 0 up to rounding."""
+    """Return the axes over which a gradient sums to 0 up to rounding, with that of the batch, 0."""
     g = gradient.double()
-    sums = [(axis, g.sum(axis).abs().amax(), g.abs().sum(axis).amax()) for axis in range(1, g.ndim)]
-    limit = max(1e-3, 8 * torch.finfo(gradient.dtype).eps)
+    sums = [(axis, g.sum(axis).abs().amax(), g.abs().sum(axis).amax()) for axis in range(g.ndim)]
+    limit = max(1e-3, 64 * torch.finfo(gradient.dtype).eps)
     return [axis for axis, total, size in sums if float(total) <= limit * float(size)]
 
 
