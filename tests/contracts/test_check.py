@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import checkpoint
 
 import workbench as wb
 from tests.contracts.small import Model, checked, lm_loss, next_token, tokens
@@ -67,13 +68,26 @@ def test_the_training_that_follows_is_bit_identical(begun):
     assert plain[3][:2] == other[3][:2]
 
 
+def everything_that_is_replaced():
+    """Return the functions and hooks of torch that an observer may replace, by owner and name."""
+    schedules = [each for each in vars(torch.optim.lr_scheduler).values() if isinstance(each, type)]
+    owners = [
+        *(torch, torch.autograd, torch.distributed, nn.Module, nn.functional, nn.utils, nn.utils.clip_grad),
+        *(torch.optim.Optimizer, torch.amp.GradScaler, checkpoint, *schedules),
+    ]
+    functions = {(owner, name): value for owner in owners for name, value in vars(owner).items() if callable(value)}
+    tables = {name: dict(value) for name, value in vars(hooks).items() if name.startswith("_global")
+              and isinstance(value, dict)}  # fmt: skip
+    return functions, tables
+
+
 def test_nothing_global_remains():
-    own = (torch.autograd.backward, torch.nn.functional.cross_entropy, torch.optim.lr_scheduler.LRScheduler.step)
-    tables = [dict(getattr(hooks, name)) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")]
+    checked()  # imports are over
+    before = everything_that_is_replaced()
     checked()
-    assert own == (torch.autograd.backward, nn.functional.cross_entropy, torch.optim.lr_scheduler.LRScheduler.step)
-    after = [dict(getattr(hooks, name)) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")]
-    assert after == tables
+    after = everything_that_is_replaced()
+    assert [key for key in before[0] if after[0].get(key) is not before[0][key]] == []
+    assert after[1] == before[1]
     assert not _get_current_function_mode_stack()
 
 

@@ -322,9 +322,16 @@ class Observer:
     def __enter__(self) -> Observer:
         if not _get_current_function_mode_stack():
             self._origins.__enter__()
+        leave = hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
+
+        def remove() -> None:  # torch forgets some of its tables
+            leave.remove()
+            for name in ("_global_forward_hooks_with_kwargs", "_global_forward_hooks_always_called"):
+                getattr(hooks, name).pop(leave.id, None)
+
         self._undo += [
+            remove,
             hooks.register_module_forward_pre_hook(self._enter).remove,
-            hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True).remove,
             optimizer.register_optimizer_step_pre_hook(self._before_step).remove,
             optimizer.register_optimizer_step_post_hook(self._after_step).remove,
         ]
