@@ -130,11 +130,11 @@ def _observe_loop(
         return value
 
     with restored(model, optimizers):
-        given = [*islice(batches, updates)]
-        if not given:
-            raise OptionError("The batches are empty; pass at least one.")
         seen = Observer(updates, ready)
         with seen:
+            given = [*islice(batches, updates)]
+            if not given:
+                raise OptionError("The batches are empty; pass at least one.")
             for i in range(updates):
                 value = loss_of(given[i % len(given)])
                 for each in optimizers:

@@ -327,7 +327,7 @@ def batches_differ(lab: Lab) -> Result:
                 remedy="look at the decoded tokens; the vocabulary of the tokenizer may not fit the text.",
             )
     different = len({content for _, content in batches})
-    size = _size_of_dataset()
+    size = _size_of_dataset(lab)
     if (copies := _copies(lab, size)) is not None:
         return copies
     if different == 1:
@@ -400,11 +400,12 @@ def _equal(a: Call, b: Call) -> bool:
     return all(x.shape == y.shape and torch.equal(x, y) for x, y in pairs)
 
 
-def _size_of_dataset() -> int | None:
-    """Return the largest number of examples of a dataset in memory that a loader reads; None without."""
+def _size_of_dataset(lab: Lab) -> int | None:
+    """Return the largest number of examples of a dataset from which batches of the size of the first call are read."""
+    values = [*lab.call.args, *lab.call.kwargs.values()]
+    n = next((len(t) for t in values if isinstance(t, Tensor) and t.ndim), 0)
     sizes = []
-    for each in gc.get_objects():
-        if issubclass(type(each), torch.utils.data.DataLoader):
-            with contextlib.suppress(Exception):
-                sizes.append(len(each.dataset))
+    for each in lab.seen.loaders:
+        with contextlib.suppress(TypeError):  # streams have no length
+            sizes += [len(each.dataset)] if getattr(each, "batch_size", None) in (n, None) else []
     return max(sizes, default=None)

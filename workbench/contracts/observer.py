@@ -21,6 +21,7 @@ from torch.nn.utils import clip_grad
 from torch.optim import lr_scheduler, optimizer
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import checkpoint
+from torch.utils.data import DataLoader
 
 from workbench.contracts.places import frames_of_script, line_of_script
 from workbench.contracts.tape import Origins, Tape, leave_closed
@@ -240,6 +241,7 @@ class Observer:
         checkpoints: Kinds of activation checkpointing that were used: ``reentrant``, ``not reentrant``.
         sees_all: Whether the whole script is observed, from its first line on.
         has_ended: Whether the script ended before the number of updates was reached.
+        loaders: Loaders of data that were read.
         parameters: Parameters with their names, in the order of the arrays of norms.
     """
 
@@ -259,6 +261,7 @@ class Observer:
         self.called: set[nn.Module] = set()
         self.parameters: dict[int, tuple[str, Tensor]] = {}
         self.optimizers: list[Any] = []
+        self.loaders: list[Any] = []
         self.n_done = 0
         self._is_passing = False
         self._open: list[Call] = []  # since the last backward pass
@@ -337,6 +340,7 @@ class Observer:
         ]
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(nn.Module, "train", self._set_mode)
+        self._replace(DataLoader, "__iter__", self._read)
         self._replace(torch, "save", self._file("write"))
         self._replace(torch, "load", self._file("read"))
         self._replace(nn.Module, "load_state_dict", self._noted("module loads"))
@@ -694,6 +698,11 @@ class Observer:
         numbers = {"limit": float(limit), "norm": float("nan") if norm is None else float(norm)}
         self._note("clip", [id(p) for p in parameters], numbers)
         return own(parameters, limit, *args, **kwargs)
+
+    def _read(self, own: Callable[..., Any], loader: Any) -> Any:
+        if not self.is_over and not any(each is loader for each in self.loaders):
+            self.loaders.append(loader)
+        return own(loader)
 
     def _noted(self, kind: str) -> Callable[..., Any]:
         def call(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader
 
 from workbench.contracts.gradients import (
     full_name,
@@ -43,10 +42,10 @@ _LEAST_STILL = 3
 
 
 def _live(lab: Lab, kind: type) -> list[Any]:
-    """Return the objects of a type that exist: modules, optimizers, schedules or loaders."""
+    """Return the objects of a type that exist: modules, optimizers or schedules."""
     found = vars(lab).get("live_objects")
     if found is None:
-        kinds = (nn.Module, torch.optim.Optimizer, lr_scheduler.LRScheduler, DataLoader)
+        kinds = (nn.Module, torch.optim.Optimizer, lr_scheduler.LRScheduler)
         objects = gc.get_objects()
         wanted = {each for each in {type(each) for each in objects} if issubclass(each, kinds)}
         found = vars(lab)["live_objects"] = [each for each in objects if type(each) in wanted]
@@ -474,7 +473,7 @@ def _of_steps(lab: Lab, of: Any, schedule: Any) -> Result | None:
             f", once for each of its {k} micro-batches" if n == k else ""
         )
         total = _length_of(schedule)
-        loaders = [len(d) for d in _live(lab, DataLoader) if hasattr(d.dataset, "__len__")]
+        loaders = [len(d) for d in lab.seen.loaders if hasattr(d.dataset, "__len__")]
         if n == k and total and any(size and total % size == 0 for size in loaders):
             return not_tested(f"{words}; its {total} steps are a number of batches: is that on purpose?", where=where)
         if is_shared() and n == torch.distributed.get_world_size():

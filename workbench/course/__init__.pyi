@@ -1,6 +1,8 @@
 from .exercises import check as check
 from .exercises import hint as hint
 from .exercises import solution as solution
+from .miswired import MISWIRED as MISWIRED
+from .miswired import miswired as miswired
 from .patients import Patient as Patient
 from .patients import board as board
 from .patients import n_patients as n_patients

@@ -35,9 +35,7 @@ _ALONG = {"layer_name": "layer", "module_name": "module"}
 _THREADS_OF_ZARR = ("zarr_", "asyncio_")
 
 #: Rows after which the first block of a run with a limit is written.
-_FIRST_ROWS = 25
-#: Duration of a later block as a fraction of that of the first one.
-_OF_FIRST = 0.25
+_FIRST_ROWS = 10
 #: Clock of the costs of observation; a test replaces it to be independent of the speed of its machine.
 stopwatch = time.perf_counter
 
@@ -237,9 +235,8 @@ class RunOutput:
             if is_block or (not self._trouble and 2 * self._n_bytes() >= self._max_bytes):
                 begun = stopwatch()
                 self._write()
-                if self._share is not None:  # the first block also creates the arrays
-                    took = (stopwatch() - begun) * (_OF_FIRST if self._is_first_of_share else 1)
-                    self._rests_until = time.monotonic() + took / self._share
+                if self._share is not None:
+                    self._rests_until = time.monotonic() + (stopwatch() - begun) / self._share
                 self._is_first_of_share = False
             self._keep_bound()
 
