@@ -61,8 +61,8 @@ def costs():
         f"recommended KSS takes {band}",
         f"{number(of_step):.2f} % of the processor time of a step; a step waits for the store for {number(wait)} ms "
         f"(median), one that writes a block of 200 steps for {number(wait.split(':')[1]):.0f} ms",
-        f"{min(mean):.0f} to {max(mean):.0f} % of the time of a step of {min(steps):.0f} to {max(steps):.0f} ms (mean), "
-        f"{min(middle):.0f} to {max(middle):.0f} % (median)",
+        f"{min(mean):.0f} to {max(mean):.0f} % of the time of a step of {min(steps):.0f} to {max(steps):.0f} ms "
+        f"(mean), {min(middle):.0f} to {max(middle):.0f} % (median)",
         f"predicted {small} (d = 512, L = 8), {large} and {long} (1.3B)",
         f"{monitors} % of the time; {spectra} % with spectra of 2,048 states every 50 steps",
         f"{number(region)} % of the time outside of KSS while every block is inside the band, {number(outside)} %",
