@@ -32,6 +32,8 @@ _ROUNDING = 0.02
 _MISPLACED = 0.01
 #: Most elements of the gradients that two passes are compared by, and most groups of parameters that are changed.
 _MOST_COMPARED, _MOST_GROUPS = 1 << 24, 4
+#: Acts by which weights may come from a file.
+_LOADS = ("module loads", "file read")
 #: Names of attributes that hold a balance loss.
 _BALANCE = re.compile(r"(aux|balanc).*loss|loss.*(aux|balanc)|^l_aux", re.IGNORECASE)
 
@@ -947,4 +949,4 @@ def was_loaded(lab: Lab) -> bool:
     """Whether weights may come from a checkpoint: some were loaded, or the script was not seen from its beginning."""
     seen = lab.seen
     named = [getattr(getattr(m, "config", None), "_name_or_path", "") for root in seen.roots for m in root.modules()]
-    return not seen.sees_all or any(named) or any(act.kind == "load" for act in seen.acts)
+    return not seen.sees_all or any(named) or any(act.kind in _LOADS for act in seen.acts)

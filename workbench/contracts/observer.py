@@ -43,8 +43,6 @@ _N_SAMPLED, _MOST_SAMPLED = 8, 1 << 18
 _MOST_LINES = 4
 #: Most tensors of an output whose gradients are read.
 _MOST_OUTPUTS = 8
-#: Bytes of the state of torch's generator on the CPU.
-_GENERATOR = torch.get_rng_state().numel()
 #: Most calls without gradient that are noted.
 _MOST_LOOKS = 4096
 
@@ -202,10 +200,10 @@ class Update:
 class Act:
     """Another act of the loop.
 
-    It is ``create`` (of an optimizer, a schedule or a scaler), ``clip``, ``clear`` (``zero_grad``), ``load`` (of
-    weights), ``reduce`` (of a gradient over ranks, by the loop itself), ``cross entropy``, ``schedule``,
-    ``scaler scale``, ``scaler unscale``, ``scaler step``, ``scaler update``, ``file read``, ``file write``,
-    ``module loads``, ``optimizer loads``, ``schedule loads``, or ``trainer``, the begin of a Trainer.
+    It is ``create`` (of an optimizer, a schedule or a scaler), ``clip``, ``clear`` (``zero_grad``), ``reduce`` (of a
+    gradient over ranks, by the loop itself), ``cross entropy``, ``schedule``, ``scaler scale``, ``scaler unscale``,
+    ``scaler step``, ``scaler update``, ``file read``, ``file write``, ``module loads``, ``optimizer loads``,
+    ``schedule loads``, or ``trainer``, the begin of a Trainer.
     """
 
     kind: str
@@ -362,8 +360,6 @@ class Observer:
             self._replace(torch.amp.GradScaler, name, self._noted(f"scaler {name.rstrip('_')}"))
         self._replace(optimizer.Optimizer, "zero_grad", self._noted("clear"))
         self._replace(nn.Module, "zero_grad", self._noted("clear"))
-        self._replace(nn.Module, "load_state_dict", self._noted("load"))
-        self._replace(torch, "load", self._noted("load"))
         if torch.distributed.is_available():
             self._replace(torch.distributed, "all_reduce", self._reduced)
         self._replace(checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed)
@@ -717,7 +713,7 @@ class Observer:
             numbers = {} if scale is None else {"scale": float(scale)}
             if kind == "schedule" and isinstance(of, lr_scheduler.ReduceLROnPlateau) and len(args) > 1:
                 numbers["metric"] = float(args[1])
-            self._note(kind, None if isinstance(of, Tensor) or kind == "load" else of, numbers)
+            self._note(kind, None if isinstance(of, Tensor) else of, numbers)
             return result
 
         return call
@@ -772,7 +768,9 @@ def _contents(value: Any, depth: int = 3) -> dict[str, float]:
     """Return how many states of optimizers, schedules and generators of random numbers a file holds."""
     found = {"optimizer": 0.0, "schedule": 0.0, "generator": 0.0}
     if isinstance(value, Tensor):
-        found["generator"] = float(value.dtype == torch.uint8 and value.ndim == 1 and value.numel() == _GENERATOR)
+        found["generator"] = float(
+            value.dtype == torch.uint8 and value.ndim == 1 and value.numel() == torch.get_rng_state().numel()
+        )
     elif isinstance(value, Mapping) and "param_groups" in value and "state" in value:
         found["optimizer"] = float(bool(value["state"]))
     elif isinstance(value, Mapping) and "last_epoch" in value:
@@ -836,8 +834,3 @@ def fingerprint(tensor: Tensor) -> tuple[float, float]:
     """Return norm and a projection of a tensor, of a DTensor of its part on this rank, by which ranks are compared."""
     values = _values(tensor).flatten().double()
     return float(values.norm()), float(values @ torch.arange(len(values), device=values.device).double().cos())
-
-
-def count_of(values: Sequence[Any], kind: str) -> int:
-    """Return how many acts are of a kind."""
-    return sum(each.kind == kind for each in values)

@@ -268,7 +268,7 @@ def answer_of(
             answer += f" {when} closest are {listed(known[:_N_FOUND])}." if known else ""
         answer += (
             f"{about.get('not_recorded', '')} Not visible in this record: {about.get('unseen', 'other faults')}. "
-            "workbench check -- python train.py tests them; wb.assess(model, task) measures the design itself."
+            "workbench check -- python train.py tests most of them; wb.assess(model, task) measures the design itself."
         )
     by_kind = {
         kind: math.fsum(p for cause, p in probability.items() if ALL_CAUSES[cause].kind == kind) for kind in CauseKind
