@@ -15,12 +15,10 @@ expected = {
 assert table["broken contracts"].to_dict() == expected
 assert reports["positions forgotten"]["optimizer_covers"].status.value == "could not be tested"
 assert "is that on purpose?" in reports["positions forgotten"]["optimizer_covers"].evidence
-# Every curve falls, and the two lowest are among the broken ones: a model that sees its answers, and one of padding.
+# Every curve falls, and the lowest is that of a model that sees its answers.
 first = {name: run["monitors"]["loss"].values[:5].mean() for name, run in runs.items()}
 assert all(table["last loss"][name] < 0.5 * first[name] for name in runs)
-lowest = table["last loss"].sort_values().index
-assert lowest[0] == "no causal mask"
-assert lowest[1] == "padding in the loss"
+assert table["last loss"].idxmin() == "no causal mask"
 # The picture shows outputs before the token that was changed.
 picture = reports["no causal mask"]["causal"].picture
 assert sum(picture[i][j] > 0 for i in range(len(picture)) for j in range(i)) > len(picture)
