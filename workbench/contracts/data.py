@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, passed
+from workbench.contracts.lab import Lab, NotTestedError, arguments, contract, failed, not_applicable, passed
 from workbench.contracts.observer import Call
 from workbench.contracts.results import Result
-from workbench.contracts.token_labels import IGNORED, TokenLabels
+from workbench.contracts.token_labels import IGNORED
 from workbench.formatting import fine_percent
 from workbench.models.losses import tensors_in
 
@@ -31,17 +31,16 @@ def agreement(tokens: Tensor, labels: Tensor, shift: int) -> float:
     n = tokens.shape[1]
     if abs(shift) >= n:
         return float("nan")
-    here = labels[:, : n - shift] if shift >= 0 else labels[:, -shift:]
-    there = tokens[:, shift:] if shift >= 0 else tokens[:, : n + shift]
+    here = labels[:, max(0, -shift) : n - max(0, shift)]
+    there = tokens[:, max(0, shift) : n + min(0, shift)]
     counts = here != IGNORED
     if int(counts.sum()) < _LEAST:
         return float("nan")
     here, there = here[counts], there.to(here.device)[counts]
     share = float((here == there).double().mean())
     n_ids = int(max(here.max(), there.max())) + 1
-    by_chance = float(
-        (here.bincount(minlength=n_ids).double() @ there.bincount(minlength=n_ids).double()) / len(here) ** 2
-    )
+    often = [each.bincount(minlength=n_ids).double() / len(each) for each in (here, there)]
+    by_chance = float(often[0] @ often[1])
     return 1.0 if share == 1 else max(0.0, (share - by_chance) / (1 - by_chance))
 
 
@@ -67,8 +66,7 @@ def labels_aligned(lab: Lab) -> Result:
     the id that the embedding received one position later. Where the loss compares with a tensor of labels of the shape
     (batch, token), it is also compared with that tensor in place.
     """
-    where = lab.seen.place_of_loss
-    if (mixed := _mixed(lab, where)) is not None:
+    if (mixed := _mixed(lab)) is not None:
         return mixed
     if lab.labels.labels.ndim != 2:
         return not_applicable("The loss has one label for each example.")
@@ -76,27 +74,22 @@ def labels_aligned(lab: Lab) -> Result:
     if shift == 1:
         return passed(f"Labels are the next tokens (agreement {found[1]:.3g}, where 0 is chance and 1 all positions).")
     # Of tokens that are masked at random, some are kept as they are.
-    copies = found[0] >= max(0.5, found[1]) and lab.labels.n_classes >= _n_ids(lab)
-    if shift is None and not copies:
+    if found[0] >= max(0.5, found[1]) and lab.labels.n_classes > int(lab.tokens.max()):
+        shift = 0
+    if shift is None:
         return not_applicable("The labels are no tokens of the input at a fixed distance.")
-    if shift == 0 or copies:
-        change = "shift the labels by one position (logits[:, :-1] with tokens[:, 1:]), or ignore tokens that are shown"
-        words, shift = "the tokens that the model reads at the same position", 0
-    else:
-        assert shift is not None
+    words = "the tokens that the model reads at the same position"
+    remedy = "shift the labels by one position (logits[:, :-1] with tokens[:, 1:]), or ignore tokens that are shown."
+    if shift:
         n, side = abs(shift - 1), "ahead" if shift > 1 else "back"
-        change = f"shift the labels once: they are {n} position{'s' * (n > 1)} too far {side}"
+        remedy = f"shift the labels once: they are {n} position{'s' * (n > 1)} too far {side}."
         words = f"the tokens {abs(shift)} positions {'later' if shift > 0 else 'before'}"
     return failed(
         f"The labels are {words} (agreement {found[shift]:.3g}, where 0 is chance and 1 all positions), not the next "
         f"token (agreement {found[1]:.3g}).",
-        where=where,
-        remedy=f"{change}.",
+        where=lab.seen.place_of_loss,
+        remedy=remedy,
     )
-
-
-def _n_ids(lab: Lab) -> int:
-    return int(lab.tokens.max()) + 1
 
 
 #: Functions that only move numbers.
@@ -106,32 +99,27 @@ _MOVES = (
 )  # fmt: skip
 
 
-def _mixed(lab: Lab, where: str) -> Result | None:
+def _mixed(lab: Lab) -> Result | None:
     """Return a failure if classes, positions or examples are mixed between logits and labels."""
-    of = next((each for each in lab.seen.passes if each.tape is not None and each.tape.is_complete), None)
-    if of is None or of.tape is None or len(of.tape.calls) != 1:
+    tape = next(iter(lab.tapes), None)
+    if tape is None or len(tape.calls) != 1:
         return None
-    call, names = of.tape.calls[0], of.tape.functions
-    if "cross_entropy" in names and all(name in _MOVES for name in names[: names.index("cross_entropy")]):
-        axes = call.class_axes
-        if axes and not any(axis for each in axes.values() for axis in each):
-            return failed(
-                "The loss is a cross entropy of the logits alone, but their gradient sums to 0 over none of their "
-                "axes: classes and positions are mixed.",
-                where=where,
-                remedy="move the axis of classes by transpose or permute, not by reshape or view.",
-            )
+    call, where = tape.calls[0], lab.seen.place_of_loss
+    axes = [axis for each in call.class_axes.values() for axis in each]
+    is_alone = next((name for name in tape.functions if name not in _MOVES), "") == "cross_entropy"
+    if is_alone and call.class_axes and not any(axes):
+        return failed(
+            "The loss is a cross entropy of the logits alone, but their gradient sums to 0 over none of their axes: "
+            "classes and positions are mixed.",
+            where=where,
+            remedy="move the axis of classes by transpose or permute, not by reshape or view.",
+        )
     found = call.token_labels
-    if found is None or found.labels.ndim != 2:
-        return None
-    counts = found.counts
-    for given in of.tape.targets:
+    for given in [] if found is None else [each.cpu() for each in tape.targets if each.ndim == 2]:
         if given.shape != found.labels.shape or min(given.shape) < 2:
             continue
-        given = given.cpu()
-        n, length = given.shape
-        here = float((found.labels == given)[counts].double().mean())
-        there = float((found.labels == given.flatten().view(length, n).mT)[counts].double().mean())
+        turned = given.flatten().view(given.shape[::-1]).mT
+        here, there = (float((found.labels == each)[found.counts].double().mean()) for each in (given, turned))
         if there >= _NEARLY_ALL and here < 0.9:
             return failed(
                 f"The label of {fine_percent(there)} of the outputs belongs to another example and position, as if "
@@ -148,113 +136,95 @@ def labels_present(lab: Lab) -> Result:
 
     A position counts if the gradient of its logits is not zero.
     """
-    seen = [(call, found) for call in lab.seen.main_calls() if (found := _logits_labels(call)) is not None]
+    seen, where = [], lab.seen.place_of_loss
+    for call in lab.seen.main_calls():  # a batch without labels has a gradient of zeros
+        found = call.token_labels or next((each for each in call.labels.values() if not each.counts.any()), None)
+        seen += [] if found is None else [(call.update, found)]
     has_loss = any(act.kind == "cross entropy" for act in lab.seen.acts)
     has_labels = any(found.counts.any() for _, found in seen) or any(math.isfinite(p.loss) for p in lab.seen.passes)
+    empty = [update for update, found in seen if not found.counts.any()]
+    words = ""
     if len(seen) > 1 and has_loss and not has_labels:
-        return failed(
-            f"None of {len(seen)} batches has a label that counts.",
-            where=lab.seen.place_of_loss,
-            remedy="mask fewer labels, or leave out batches without any.",
-        )
-    if not seen or not any(found.is_cross_entropy for _, found in seen):
+        words = f"None of {len(seen)} batches has a label that counts."
+    elif not any(found.is_cross_entropy for _, found in seen):
         raise NotTestedError("the loss is no cross entropy of an output of the model, or its gradient was not seen")
-    shares = torch.tensor([float(found.counts.double().mean()) for _, found in seen])
-    empty = [call.update for (call, _), share in zip(seen, shares, strict=True) if share == 0]
-    where = lab.seen.place_of_loss
-    if empty:
-        return failed(
-            f"{len(empty)} of {len(seen)} batches have no label that counts, the first before update {empty[0] + 1}.",
-            where=where,
-            remedy="mask fewer labels, or leave out batches without any.",
-        )
+    elif empty:
+        words = f"{len(empty)} of {len(seen)} batches have no label that counts, first before update {empty[0] + 1}."
+    if words:
+        return failed(words, where=where, remedy="mask fewer labels, or leave out batches without any.")
     known = torch.cat([found.labels[found.counts] for _, found in seen])
-    least, most = float(shares.min()), float(shares.max())
-    span = fine_percent(least) if least == most else f"{fine_percent(least)} to {fine_percent(most)}"
     values, counts = known.unique(return_counts=True)
     if len(known) >= 4 * _LEAST and len(values) == 1:
-        return failed(
-            f"All {len(known):,} labels are the class {int(values)}.",
-            where=where,
-            remedy="pass the labels of the data.",
-        )
+        words = f"All {len(known):,} labels are the class {int(values)}."
+        return failed(words, where=where, remedy="pass the labels of the data.")
     if (missing := _missing_end(lab)) is not None:
         return missing
+    shares = [float(found.counts.double().mean()) for _, found in seen]
+    span = " to ".join(dict.fromkeys(fine_percent(each) for each in (min(shares), max(shares))))
     share = fine_percent(float(counts.max()) / len(known))
     return passed(f"{span} of the positions count; the most frequent of {len(values):,} labels has {share} of them.")
-
-
-def _logits_labels(call: Call) -> TokenLabels | None:
-    found = call.token_labels
-    if found is None:  # a batch without labels has a gradient of zeros
-        found = next((each for each in call.labels.values() if not each.counts.any()), None)
-    return found
 
 
 def _missing_end(lab: Lab) -> Result | None:
     """Return a failure if the model reads ends of sequences that are never labels."""
     end = getattr(getattr(lab.model, "config", None), "eos_token_id", None)
-    ends = [end] if isinstance(end, int) else [*end] if isinstance(end, list | tuple) else []
-    if not ends or lab.labels.labels.ndim != 2 or shift_of_labels(lab)[0] != 1:
+    ends = torch.tensor([end] if isinstance(end, int) else [*end] if isinstance(end, list | tuple) else [])
+    if not len(ends) or lab.labels.labels.ndim != 2 or shift_of_labels(lab)[0] != 1:
         return None
-    n_read = n_labels = n_dropped = 0
+    n_read = n_labels = 0
     for call in lab.calls:
-        found = call.token_labels
-        if found is None:
-            continue
-        tokens, labels = lab.tokens_of(call).cpu(), found.labels
-        is_end = torch.isin(tokens[:, 1:], torch.tensor(ends))
-        first = is_end & ~torch.isin(tokens[:, :-1], torch.tensor(ends))  # not padding with the same id
-        n_read += int(first.sum())
-        n_labels += int((first & (labels[:, :-1] != IGNORED)).sum())
-        n_dropped += int((first & (labels[:, :-1] == IGNORED)).sum())
-    if n_read >= 4 and not n_labels:
-        return failed(
-            f"None of {n_read} ends of a sequence (id {ends[0]}) is a label, so that the model does not learn to stop.",
-            where=lab.seen.place_of_loss,
-            remedy="use another id for padding, or mask labels by the attention mask instead of by the id.",
-        )
-    return None
+        if (found := call.token_labels) is not None:
+            is_end = torch.isin(lab.tokens_of(call).cpu(), ends)
+            is_first = is_end[:, 1:] & ~is_end[:, :-1]  # not padding with the same id
+            n_read += int(is_first.sum())
+            n_labels += int((is_first & found.counts[:, :-1]).sum())
+    if n_labels or n_read < 4:
+        return None
+    return failed(
+        f"None of {n_read} ends of a sequence (id {int(ends[0])}) is a label: the model does not learn to stop.",
+        where=lab.seen.place_of_loss,
+        remedy="use another id for padding, or mask labels by the attention mask instead of by the id.",
+    )
 
 
-def padding_id(lab: Lab, tokens: Tensor) -> tuple[int | None, str]:
+def _padding_id(lab: Lab, tokens: Tensor) -> tuple[int | None, str]:
     """Return the id of padding, and how it is known; None if there is none.
 
     It is that of the configuration or of the embedding; otherwise one id that fills the ends, or the beginnings, of
     several examples for different lengths and occurs nowhere else.
     """
-    config = getattr(lab.model, "config", None)
-    if isinstance(given := getattr(config, "pad_token_id", None), int):
+    if isinstance(given := getattr(getattr(lab.model, "config", None), "pad_token_id", None), int):
         return given, "pad_token_id"
     for module in lab.model.modules():
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
             return int(module.padding_idx), "padding_idx"
-    for side in (tokens, tokens.flip(1)):
-        last = side[:, -1]
-        for value in last.unique().tolist():
-            is_run = (side.flip(1) == value).long().cumprod(1).flip(1).bool()
-            lengths = is_run.sum(1)
-            if int((lengths >= 2).sum()) >= 2 and len(lengths.unique()) >= 2 and not ((side == value) & ~is_run).any():
+    for side in (tokens.flip(1), tokens):
+        for value in side[:, 0].unique().tolist():
+            run = _run_of(value, side)
+            lengths = run.sum(1)
+            is_only = torch.equal(run, side == value) and len(lengths.unique()) >= 2
+            if is_only and int((lengths >= 2).sum()) >= 2:
                 return int(value), "an id that only fills the ends of examples"
     return None, ""
 
 
+def _run_of(value: int, tokens: Tensor) -> Tensor:
+    """Return which tokens are in the run of an id that an example begins with."""
+    return (tokens == value).long().cumprod(1).bool()
+
+
 def padding_mask(lab: Lab) -> tuple[Tensor, str]:
     """Return where the first call is padding, shape (batch, token), and how it is known; all False without padding."""
-    tokens = lab.tokens.cpu()
-    mask = next((m for name, m in lab.call.kwargs.items() if name == "attention_mask" and isinstance(m, Tensor)), None)
-    by_mask = mask is not None and mask.ndim == 2 and mask.shape == tokens.shape
-    found = (mask == 0).cpu() if mask is not None and by_mask else torch.zeros_like(tokens, dtype=torch.bool)
-    if found.any():
-        return found, "attention_mask"
-    value, how = padding_id(lab, tokens)
+    tokens, mask = lab.tokens.cpu(), lab.call.kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == tokens.shape and (mask == 0).any():
+        return (mask == 0).cpu(), "attention_mask"
+    value, how = _padding_id(lab, tokens)
     if value is None:
-        return found, ""
-    right = (tokens.flip(1) == value).long().cumprod(1).flip(1).bool()
-    left = (tokens == value).long().cumprod(1).bool()
+        return torch.zeros_like(tokens, dtype=torch.bool), ""
+    right = _run_of(value, tokens.flip(1)).flip(1)
     if how == "pad_token_id":  # the first one may be the end of the sequence
-        right = right & right.roll(1, 1)
-    return right | left, how
+        right &= right.roll(1, 1)
+    return right | _run_of(value, tokens), how
 
 
 @contract("padding_ignored")
@@ -270,31 +240,23 @@ def padding_ignored(lab: Lab) -> Result:
     is_padding, how = padding_mask(lab)
     if not is_padding.any():
         return not_applicable("The batch has no padding.")
-    shift, _ = shift_of_labels(lab)
-    counts = lab.labels.counts
-    if shift == 1 or (shift is None and lab.labels.n_classes >= _n_ids(lab)):
-        # The label of a position is the next token.
+    shift, found = shift_of_labels(lab)[0], lab.labels
+    of_padding = is_padding
+    if shift == 1 or (shift is None and found.n_classes > int(lab.tokens.max())):  # the label is the next token
         of_padding = torch.zeros_like(is_padding)
         of_padding[:, :-1] = is_padding[:, 1:] & is_padding[:, :-1]
-    else:
-        of_padding = is_padding
-    wrong = of_padding & counts
-    n, n_counting = int(wrong.sum()), int(counts.sum())
+    wrong = of_padding & found.counts
+    n, n_counting = int(wrong.sum()), int(found.counts.sum())
     if not n:
         return passed(f"None of {int(of_padding.sum()):,} positions of padding ({how}) counts in the loss.")
-    weight = float(lab.labels.weights[wrong].sum() / lab.labels.weights.sum())
+    right, all_of_them = (float(found.losses[each].mean()) for each in (found.counts & ~wrong, found.counts))
     return failed(
-        f"{n:,} of {n_counting:,} positions that count in the loss are padding ({how}), with {fine_percent(weight)} of "
-        "its weight.",
+        f"{n:,} of {n_counting:,} positions that count in the loss are padding ({how}), with "
+        f"{fine_percent(float(found.weights[wrong].sum() / found.weights.sum()))} of its weight.",
         where=lab.seen.place_of_loss,
         remedy="set the labels of padding to -100, or to the ignore_index of the loss.",
-        proof=f"Without them, the loss of this batch is {_mean(lab, ~wrong):.4g} instead of {_mean(lab, None):.4g}.",
+        proof=f"Without them, the loss of this batch is {right:.4g} instead of {all_of_them:.4g}.",
     )
-
-
-def _mean(lab: Lab, which: Tensor | None) -> float:
-    chosen = lab.labels.counts if which is None else lab.labels.counts & which
-    return float(lab.labels.losses[chosen].mean())
 
 
 @contract("batches_differ")
@@ -304,42 +266,30 @@ def batches_differ(lab: Lab) -> Result:
     The same examples may come again in the next epoch, and random draws may meet. A failure is a batch that comes twice
     before the others, or is one of several in a larger dataset, or ids of which nearly all are one.
     """
-    batches: list[tuple[int, bytes]] = []
-    for call in lab.calls:
-        first = next((t for t in [*call.args, *call.kwargs.values()] if isinstance(t, Tensor) and t.ndim), None)
-        if first is not None:
-            value = first.detach().cpu()
-            value = value.float() if value.is_floating_point() else value
-            batches.append((call.update, b"".join(sorted(each.contiguous().numpy().tobytes() for each in value))))
+    firsts = [(call.update, first) for call in lab.calls if (first := _first(call)) is not None]
+    batches = [(update, b"".join(sorted(_examples(first)))) for update, first in firsts]
     n_updates = len({update for update, _ in batches})
     if n_updates < 2:
         raise NotTestedError("fewer than two batches were kept")
-    ids = None
     with contextlib.suppress(NotTestedError):
         ids = torch.cat([lab.tokens_of(call).flatten().cpu() for call in lab.calls])
-    if ids is not None and len(ids) >= 4 * _LEAST:
         values, counts = ids.unique(return_counts=True)
         share = float(counts.max()) / len(ids)
-        if share > 0.9:
+        if len(ids) >= 4 * _LEAST and share > 0.9:
             return failed(
                 f"{fine_percent(share)} of {len(ids):,} ids are {int(values[counts.argmax()])}.",
                 where="ids of the batches",
                 remedy="look at the decoded tokens; the vocabulary of the tokenizer may not fit the text.",
             )
-    different = len({content for _, content in batches})
-    size = _size_of_dataset(lab)
+    n, size = len(firsts[0][1]), _size_of_dataset(lab)
     if (copies := _copies(lab, size)) is not None:
         return copies
+    different = len({content for _, content in batches})
     if different == 1:
-        held = lab.call
-        n = len(next(t for t in [*held.args, *held.kwargs.values()] if isinstance(t, Tensor) and t.ndim))
-        if size is not None and size > n:
-            return failed(
-                f"All {n_updates} updates have the same {n} of {size} examples.",
-                where="the data loader",
-                remedy="draw a new batch for each update.",
-            )
-        raise NotTestedError(f"all {n_updates} updates have the same {n} examples; are these all the data")
+        if size is None or size <= n:
+            raise NotTestedError(f"all {n_updates} updates have the same {n} examples; are these all the data")
+        words = f"All {n_updates} updates have the same {n} of {size} examples."
+        return failed(words, where="the data loader", remedy="draw a new batch for each update.")
     # Within an update some methods use a batch twice on purpose, but streams that several workers read may repeat it.
     is_streamed = _is_read_by_workers()
     pairs = [(a, b) for a, b in itertools.pairwise(batches) if a[0] != b[0] or is_streamed]
@@ -353,36 +303,40 @@ def batches_differ(lab: Lab) -> Result:
     return passed(f"{different} of {len(batches)} batches in {n_updates} updates are different.")
 
 
+def _first(call: Call) -> Tensor | None:
+    return next((each for each in arguments(call) if each.ndim), None)
+
+
+def _examples(batch: Tensor) -> list[bytes]:
+    batch = batch.detach().cpu()
+    return [each.contiguous().numpy().tobytes() for each in (batch.float() if batch.is_floating_point() else batch)]
+
+
 def _is_read_by_workers() -> bool:
     """Return whether several workers of a loader read a stream of examples."""
-    kind = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    kind, stream = torch.utils.data.dataloader._MultiProcessingDataLoaderIter, torch.utils.data.IterableDataset
     readers = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    return any(
-        each._num_workers > 1 and isinstance(each._dataset, torch.utils.data.IterableDataset) for each in readers
-    )
+    return any(each._num_workers > 1 and isinstance(each._dataset, stream) for each in readers)
 
 
 def _copies(lab: Lab, size: int | None) -> Result | None:
     """Return a failure if a pass computes the same twice, or a large dataset has few different examples."""
-    twins = total = 0
+    twins = []
     for each in lab.seen.passes:
         made = [call for call in each.calls if call.is_kept and not _is_random(call)]
         pairs = [(a, b) for a, b in itertools.combinations(made, 2) if a.module is b.module]
-        total += bool(pairs)
-        twins += any(_equal(a, b) for a, b in pairs)
-    if total >= 2 and twins == total:
+        twins += [any(_equal(a, b) for a, b in pairs)] if pairs else []
+    if len(twins) >= 2 and all(twins):
         return failed(
-            f"In each of {total} passes the model is called twice with the same inputs, to the same outputs.",
+            f"In each of {len(twins)} passes the model is called twice with the same inputs, to the same outputs.",
             where=f"the inputs of the model ({lab.call.line})",
             remedy="draw each view, or each member of a pair, by itself.",
         )
-    values = [t for call in lab.calls for t in [*call.args, *call.kwargs.values()] if isinstance(t, Tensor)]
-    images = [t for t in values if t.is_floating_point() and t.ndim > 1 and t[0].numel() >= 4 * _LEAST]
-    drawn = sum(len(t) for t in images)
-    different = len({each.float().cpu().numpy().tobytes() for t in images for each in t})
-    if size is not None and 4 * _LEAST <= drawn <= size and 4 * different <= drawn:
+    inputs = [t for call in lab.calls for t in arguments(call) if t.is_floating_point() and t.ndim > 1]
+    images = [image for t in inputs if t[0].numel() >= 4 * _LEAST for image in _examples(t)]
+    if size is not None and 4 * _LEAST <= len(images) <= size and 4 * len({*images}) <= len(images):
         return failed(
-            f"{drawn} examples of a dataset of {size} are {different} different ones.",
+            f"{len(images)} examples of a dataset of {size} are {len({*images})} different ones.",
             where="the dataset",
             remedy="let the index of an example determine what it is.",
         )
@@ -402,10 +356,10 @@ def _equal(a: Call, b: Call) -> bool:
 
 def _size_of_dataset(lab: Lab) -> int | None:
     """Return the largest number of examples of a dataset from which batches of the size of the first call are read."""
-    values = [*lab.call.args, *lab.call.kwargs.values()]
-    n = next((len(t) for t in values if isinstance(t, Tensor) and t.ndim), 0)
-    sizes = []
+    first, sizes = _first(lab.call), []
+    fitting = (None if first is None else len(first), None)
     for each in lab.seen.loaders:
-        with contextlib.suppress(TypeError):  # streams have no length
-            sizes += [len(each.dataset)] if getattr(each, "batch_size", None) in (n, None) else []
+        if getattr(each, "batch_size", None) in fitting:
+            with contextlib.suppress(TypeError):  # streams have no length
+                sizes.append(len(each.dataset))
     return max(sizes, default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from workbench.contracts.observer import Backward, Call, Observer
 from workbench.contracts.results import Result, Status
+from workbench.contracts.tape import Tape
 from workbench.contracts.token_labels import TokenLabels
 from workbench.formatting import capitalized
 from workbench.io.progress import Progress
@@ -27,6 +28,7 @@ from workbench.models.readable_weights import reshard
 MOST_PASSES = 25
 #: Words in the names of arguments that are labels, masks or positions, and no inputs.
 _TARGETS = ("label", "target", "mask", "position", "type", "segment")
+_NOT_SEEN = "how the loss follows from the outputs of the model was not seen"
 
 
 class NotTestedError(Exception):
@@ -137,10 +139,12 @@ class Lab:
         if self.n_passes > MOST_PASSES:
             raise NotTestedError(f"the experiments have made {MOST_PASSES} passes, the most that they may")
 
-    def run(self, call: Call, args: tuple | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call the module of a call again, without any protection; see `undisturbed`."""
+    def run(
+        self, call: Call, args: tuple | None = None, kwargs: Mapping[str, Any] | None = None, *, is_bare: bool = True
+    ) -> Any:
+        """Call the module of a call again, without its wrappers if it is bare, unprotected; see `undisturbed`."""
         self._count()
-        module = bare(call.module)
+        module = bare(call.module) if is_bare else call.module
         kind = next(module.parameters()).device.type
         with torch.autocast(kind, call.autocast, enabled=call.autocast is not None):
             return module(*(call.args if args is None else args), **(call.kwargs if kwargs is None else kwargs))
@@ -179,18 +183,29 @@ class Lab:
         Raises:
             NotTestedError: If the loss does not follow from the outputs of the kept calls by recorded operations.
         """
-        tape = of.tape
-        if tape is None or not tape.is_complete or not all(call.is_kept for call in tape.calls):
-            raise NotTestedError("how the loss follows from the outputs of the model was not seen")
+        tape = self.tape_of(of)
         made = [self.run(call, *(change(call) if change else (None, None))) for call in tape.calls]
         return tape.loss(made)
 
-    def taped(self) -> Backward:
-        """Return the first backward pass whose loss can be computed again."""
+    def tape_of(self, of: Backward) -> Tape:
+        """Return the record of a backward pass, by which its loss can be computed again."""
+        if of.tape is None or not of.tape.is_complete or not all(call.is_kept for call in of.tape.calls):
+            raise NotTestedError(_NOT_SEEN)
+        return of.tape
+
+    def taped(self, root: nn.Module | None = None) -> Backward:
+        """Return the first backward pass whose loss can be computed again, of those with a call of ``root``."""
         for each in self.seen.passes:
-            if each.tape is not None and each.tape.is_complete and all(call.is_kept for call in each.tape.calls):
-                return each
-        raise NotTestedError("how the loss follows from the outputs of the model was not seen")
+            with suppress(NotTestedError):
+                calls = self.tape_of(each).calls
+                if root is None or any(bare(call.module) is root for call in calls):
+                    return each
+        raise NotTestedError(_NOT_SEEN)
+
+    @property
+    def tapes(self) -> list[Tape]:
+        """Complete records of losses, in the order of their passes."""
+        return [each.tape for each in self.seen.passes if each.tape is not None and each.tape.is_complete]
 
     # Inputs
 
@@ -242,6 +257,11 @@ class Lab:
         autocast = None if self._runs_in_float32 else self.call.autocast
         eps = max(torch.finfo(kind).eps for kind in (values.dtype, autocast) if kind is not None)
         return 64 * eps * float(values.abs().amax())
+
+
+def arguments(call: Call) -> list[Tensor]:
+    """Return the tensors among the arguments of a call."""
+    return [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Tensor)]
 
 
 def _float32(value: Any) -> Any:
