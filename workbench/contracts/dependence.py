@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.contracts.data import padding_mask, shift_of_labels
-from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, passed
+from workbench.contracts.lab import Lab, NotTestedError, arguments, contract, failed, not_applicable, passed
 from workbench.contracts.results import Result
 from workbench.formatting import number_in_words
+from workbench.models.losses import tensors_in
+from workbench.models.probing import watch
 
 
-def _other(tokens: Tensor, lab: Lab) -> Tensor:
+def _other(tokens: Tensor) -> Tensor:
     """Return ids of the same batch that differ at every position, so that they are common ones."""
-    shuffled = tokens.roll(1, 1)
-    same = shuffled == tokens
     low, high = int(tokens.min()), int(tokens.max())
     moved = torch.where(tokens < high, tokens + 1, low if low < high else max(0, low - 1))
-    return torch.where(same, moved, shuffled)
+    shuffled = tokens.roll(1, 1)
+    return torch.where(shuffled == tokens, moved, shuffled)
 
 
-def _change(lab: Lab, tokens: Tensor) -> Tensor:
-    """Return the largest change of each position's logits when the first call reads other ids, shape (batch, token)."""
-    new = lab.logits(lab.call, *lab.with_tokens(lab.call, tokens))
-    change = (new - lab.base).abs().flatten(2).amax(-1)
-    if change.shape != tokens.shape:
+def _change(lab: Lab, tokens: Tensor, *, by_token: bool = False) -> Tensor:
+    """Return the largest change of logits when the first call reads other ids, of each token, or else of each example.
+
+    The shape is (batch, token) or, in a model that has no logits at each of its tokens, (batch,).
+    """
+    change = (lab.logits(lab.call, *lab.with_tokens(lab.call, tokens)) - lab.base).abs().cpu()
+    if change.shape == tokens.shape:
+        raise NotTestedError("the outputs may be of tokens or of classes")
+    n = 2 if change.shape[:2] == tokens.shape else 1
+    if by_token and n < 2:
         raise NotTestedError("the model has no output at each of its tokens")
-    return change.cpu()
+    return change.reshape(*change.shape[:n], -1).amax(-1)
 
 
 @contract("causal")
@@ -45,10 +53,9 @@ def causal(lab: Lab) -> Result:
     if shift is None or shift < 1:
         return not_applicable("The labels are not the next tokens.")
     tokens = lab.tokens.clone()
-    n = tokens.shape[1]
-    t = n // 2
-    tokens[:, t] = _other(lab.tokens, lab)[:, t]
-    change = _change(lab, tokens)
+    t = tokens.shape[1] // 2
+    tokens[:, t] = _other(lab.tokens)[:, t]
+    change = _change(lab, tokens, by_token=True)
     # What padding before a text reads does not matter.
     change = change.where(lab.labels.counts & ~padding_mask(lab)[0], 0.0)
     before, after = float(change[:, :t].amax()), float(change[:, t:].amax())
@@ -61,12 +68,11 @@ def causal(lab: Lab) -> Result:
             f"{number_in_words(before)}."
         )
     n_leaks = int((change[:, :t].amax(0) > limit).sum())
-    where = _first_moved(lab, lab.tokens, tokens, lambda state: state[:, :t]) or "the attention mask"
-    where += ", whose mask is off by one" if n_leaks == 1 else ""
+    where, _ = _moved(lab, lab.tokens, tokens, lambda state: state[:, :t])
     return failed(
         f"Token {t} changes the outputs at {n_leaks} positions before it by up to {number_in_words(before)}, "
         f"{100 * before / max(after, 1e-30):.2g} % of its largest effect: the model sees the tokens that it predicts.",
-        where=where,
+        where=(where or "the attention mask") + ", whose mask is off by one" * (n_leaks == 1),
         remedy="pass is_causal=True, or mask scores above the diagonal; statistics over positions leak as well.",
         picture=_influence(lab),
     )
@@ -81,12 +87,10 @@ def _influence(lab: Lab) -> tuple[tuple[float, ...], ...]:
 
     One pass: each example of the batch is the same one with another token.
     """
-    tokens = lab.tokens
-    n = min(len(tokens), tokens.shape[1], _MOST_SHOWN)
-    same = tokens[:1].expand_as(tokens).clone()
-    changed = same.clone()
-    at = torch.arange(n, device=tokens.device)
-    changed[at, at] = _other(same, lab)[at, at]
+    same = lab.tokens[:1].expand_as(lab.tokens).clone()
+    changed, n = same.clone(), min(*same.shape, _MOST_SHOWN)
+    at = torch.arange(n, device=same.device)
+    changed[at, at] = _other(same)[at, at]
     try:
         base, new = (lab.logits(lab.call, *lab.with_tokens(lab.call, each)) for each in (same, changed))
     except NotTestedError:
@@ -102,7 +106,7 @@ def examples_independent(lab: Lab) -> Result:
 
     In packed batches, whose position_ids begin anew within an example, documents are tested likewise.
     """
-    if (wrong := _broadcast(lab) or _softmax_over_examples(lab)) is not None:
+    if (wrong := _wrong_axes(lab)) is not None:
         return wrong
     call = lab.call
     old, is_ids = _inputs(lab)
@@ -111,7 +115,7 @@ def examples_independent(lab: Lab) -> Result:
     # All but one in the middle change, since a recurrence reaches only examples on one side, and a maximum is one's.
     i = old.shape[0] // 2
     others = [j for j in range(len(old)) if j != i]
-    new = _other(old, lab) if is_ids else 4 * old.flip(-1) + old.std()
+    new = _other(old) if is_ids else 4 * old.flip(-1) + old.std()
     new[i] = old[i]
     base, moved = lab.outputs(call), lab.outputs(call, *lab._with(call, old, new))
     pairs = [(a, b) for a, b in zip(base, moved, strict=True) if a.ndim > 1 and a.shape[0] == old.shape[0]]
@@ -124,15 +128,16 @@ def examples_independent(lab: Lab) -> Result:
         return failed(
             f"Other examples change the outputs of example {i} by {number_in_words(here)}, "
             f"{100 * here / max(there, 1e-30):.2g} % of the change of their own.",
-            where=_first_moved(lab, old, new, lambda state: state[i : i + 1]) or "a module that mixes examples",
+            where=_moved(lab, old, new, lambda state: state[i : i + 1])[0] or "a module that mixes examples",
             remedy="normalize over features, and keep the axis of examples in every reshape.",
         )
     if there <= limit:
         if max(float(a.abs().amax()) for a, _ in pairs) <= limit:
             raise NotTestedError("the outputs are 0")
+        moves, stops = _moved(lab, old, new, lambda state: state[others[:1]])
         return failed(
             "Other examples change no output, not even their own.",
-            where=_last_moved(lab, old, new, others[0]),
+            where=(moves and stops) or "the path from the inputs to the outputs",
             remedy="attend over tokens, not over examples (batch_first), and read the outputs from the states.",
         )
     if is_ids and (packed := _documents(lab, old)) is not None:
@@ -147,36 +152,28 @@ def examples_independent(lab: Lab) -> Result:
 _COMPARISONS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "sub", "rsub", "__sub__", "__rsub__")
 
 
-def _broadcast(lab: Lab) -> Result | None:
-    """Return a failure if the loss compares a column of outputs with a row of targets, so that each meets each."""
-    for of in lab.seen.passes:
-        for name, shapes in of.tape.shapes if of.tape is not None and of.tape.is_complete else ():
-            if name in _COMPARISONS and len(shapes) == 2 and len({len(each) for each in shapes}) == 2:
-                long, short = sorted(shapes, key=len, reverse=True)
-                n = short[-1]
-                if n > 1 and long == (n, 1) and short == (n,):
-                    return failed(
-                        f"The loss compares shapes {shapes[0]} and {shapes[1]}, which are broadcast to ({n}, {n}): "
-                        "each output is compared with the targets of all examples.",
-                        where=lab.seen.place_of_loss,
-                        remedy="give both one shape, by squeeze(-1) of the outputs or unsqueeze(-1) of the targets.",
-                    )
-    return None
+def _wrong_axes(lab: Lab) -> Result | None:
+    """Return a failure if the loss compares each output with each target, or has a softmax over the examples.
 
-
-def _softmax_over_examples(lab: Lab) -> Result | None:
-    """Return a failure if a softmax outside of the model runs over the examples: there the gradient sums to 0."""
-    for of in lab.seen.passes:
-        tape = of.tape
-        if tape is None or not tape.is_complete or not {"softmax", "log_softmax"} & {*tape.functions}:
-            continue
+    Where a softmax runs over the examples, the gradient of the outputs sums to 0 over them.
+    """
+    where = lab.seen.place_of_loss
+    for tape in lab.tapes:
+        for name, shapes in tape.shapes:
+            n = math.prod(shapes[0]) if shapes else 1
+            if name in _COMPARISONS and n > 1 and len(shapes) == 2 and {*shapes} == {(n, 1), (n,)}:
+                return failed(
+                    f"The loss compares shapes {shapes[0]} and {shapes[1]}, which are broadcast to ({n}, {n}): each "
+                    "output is compared with the targets of all examples.",
+                    where=where,
+                    remedy="give both one shape, by squeeze(-1) of the outputs or unsqueeze(-1) of the targets.",
+                )
         axes = [each for call in tape.calls for each in call.class_axes.values()]
-        if len(axes) == 1 and axes[0] == [0]:
-            return failed(
-                "The gradient of the outputs sums to 0 over the examples and no other axis: a softmax runs over them.",
-                where=lab.seen.place_of_loss,
-                remedy="pass dim=-1 to the softmax.",
+        if {"softmax", "log_softmax"} & {*tape.functions} and axes == [[0]]:
+            words = (
+                "The gradient of the outputs sums to 0 over the examples and no other axis: a softmax runs over them."
             )
+            return failed(words, where=where, remedy="pass dim=-1 to the softmax.")
     return None
 
 
@@ -185,64 +182,38 @@ def _inputs(lab: Lab) -> tuple[Tensor, bool]:
     try:
         return lab.tokens, True
     except NotTestedError:
-        values = [*lab.call.args, *lab.call.kwargs.values()]
-        found = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 1]
+        found = [each for each in arguments(lab.call) if each.is_floating_point() and each.ndim > 1]
         if not found:
             raise
         return found[0], False
 
 
-def _first_moved(lab: Lab, old: Tensor, new: Tensor, part: Callable[[Tensor], Tensor]) -> str:
-    """Return the first module of whose output a part changes with the inputs, in the order in which the calls end."""
-    return next((name for name, is_moved in _moved(lab, old, new, part) if is_moved), "")
+def _moved(lab: Lab, old: Tensor, new: Tensor, part: Callable[[Tensor], Tensor]) -> tuple[str, str]:
+    """Return the first modules of whose outputs a part changes, and does not, with the inputs, as their calls end.
 
-
-def _last_moved(lab: Lab, old: Tensor, new: Tensor, i: int) -> str:
-    """Return the first module whose output of an example does not change although that of one before it does."""
-    found = _moved(lab, old, new, lambda state: state[i : i + 1])
-    begun = [name for name, is_moved in found if is_moved]
-    stopped = [name for name, is_moved in found[1:] if not is_moved]
-    return stopped[0] if begun and stopped else "the path from the inputs to the outputs"
-
-
-def _moved(lab: Lab, old: Tensor, new: Tensor, part: Callable[[Tensor], Tensor]) -> list[tuple[str, bool]]:
-    """Return whether a part of the output of each module changes with the inputs, in the order in which calls end."""
+    The first call of all counts for the first alone. Empty if there is none.
+    """
+    n = 2 if old.ndim == 2 else 1  # ids have an axis of tokens
+    names = {module: name or type(module).__name__ for name, module in lab.model.named_modules()}
     states: list[dict[str, Tensor]] = []
-    for args, kwargs in ((None, None), lab._with(lab.call, old, new)):
-        seen: dict[str, Tensor] = {}
-        handles = []
 
-        def keep(name: str, seen: dict[str, Tensor] = seen) -> Callable[..., None]:
-            def hook(module: object, given: tuple, output: object) -> None:
-                first = next((t for t in _tensors(output) if t.is_floating_point() and t.ndim > 1), None)
-                n = 2 if old.ndim == 2 else 1  # ids have an axis of tokens
-                if first is not None and first.shape[:n] == old.shape[:n]:
-                    seen.setdefault(name, part(first.detach()).clone())
+    def keep(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        first = next((t for t in tensors_in(output) if t.is_floating_point() and t.ndim > 1), None)
+        if first is not None and first.shape[:n] == old.shape[:n]:
+            states[-1].setdefault(names[module], part(first.detach()).clone())
 
-            return hook
-
-        for name, module in lab.model.named_modules():
-            handles.append(module.register_forward_hook(keep(name)))
-        try:
-            lab.outputs(lab.call, args, kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        states.append(seen)
-    found = []
-    for name, before in states[0].items():
-        after = states[1].get(name)
-        if after is not None and after.shape == before.shape:
-            limit = 1e-5 * max(float(before.abs().amax()), 1e-30)
-            found.append((name or type(lab.model).__name__, float((after - before).abs().amax()) > limit))
-    return found
-
-
-def _tensors(output: object) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    with watch((module, keep, False) for module in names):
+        for given in ((None, None), lab._with(lab.call, old, new)):
+            states.append({})
+            lab.outputs(lab.call, *given)
+    pairs = [(name, a, states[1][name]) for name, a in states[0].items() if name in states[1]]
+    moves = stops = ""
+    for i, (name, a, b) in enumerate(each for each in pairs if each[1].shape == each[2].shape):
+        if float((b - a).abs().amax()) > 1e-5 * max(float(a.abs().amax()), 1e-30):
+            moves = moves or name
+        elif i:
+            stops = stops or name
+    return moves, stops
 
 
 def _documents(lab: Lab, tokens: Tensor) -> Result | None:
@@ -254,12 +225,11 @@ def _documents(lab: Lab, tokens: Tensor) -> Result | None:
     starts = starts[starts[:, 1] + 1 < tokens.shape[1] - 1]
     if not len(starts):
         return None
-    row, start = int(starts[0, 0]), int(starts[0, 1]) + 1
+    row = int(starts[0, 0])
+    start, stop, *_ = [*(starts[starts[:, 0] == row, 1] + 1).tolist(), tokens.shape[1]]
     new = tokens.clone()
-    new[row, start - 1] = _other(tokens, lab)[row, start - 1]
-    change = _change(lab, new)[row]
-    ends = [int(s[1]) + 1 for s in starts if int(s[0]) == row and int(s[1]) + 1 > start]
-    stop = ends[0] if ends else tokens.shape[1]
+    new[row, start - 1] = _other(tokens)[row, start - 1]
+    change = _change(lab, new, by_token=True)[row]
     leaked, own = float(change[start:stop].amax()), float(change[start - 1])
     if leaked <= max(lab.rounding(lab.base), 1e-6 * own):
         return None
@@ -272,10 +242,10 @@ def _documents(lab: Lab, tokens: Tensor) -> Result | None:
 
 def _without_gradient(lab: Lab) -> str:
     """Return the names of parameters that no pass gave a gradient."""
-    after = [each.after[: len(lab.seen.passes[0].after)] for each in lab.seen.passes]
-    none = ~np.any([np.nan_to_num(each) > 0 for each in after], axis=0)
+    n = len(lab.seen.passes[0].after)
+    norms = np.fmax.reduce([each.after[:n] for each in lab.seen.passes])
     names = [name for name, _ in lab.seen.parameters.values()]
-    return ", ".join(name for name, is_none in zip(names, none, strict=False) if is_none)
+    return ", ".join(name for name, norm in zip(names, norms, strict=False) if not norm > 0)
 
 
 @contract("mask_respected")
@@ -283,30 +253,22 @@ def mask_respected(lab: Lab) -> Result:
     """Do outputs of tokens change when padding holds other ids, and are those of fully masked examples finite?"""
     if "causal" in lab.failed:
         raise NotTestedError("outputs depend on later tokens")
-    tokens = lab.tokens
     is_padding, how = padding_mask(lab)
     if not is_padding.any():
         return not_applicable("The batch has no padding.")
-    base = lab.base
+    tokens, base = lab.tokens, lab.base
     if not torch.isfinite(base[~is_padding.all(1).to(base.device)]).all():
         raise NotTestedError("outputs are not finite")
-    on_device = is_padding.to(tokens.device)
-    new = torch.where(on_device, _other(tokens, lab), tokens)
-    moved = lab.logits(lab.call, *lab.with_tokens(lab.call, new))
-    if base.shape[:2] == tokens.shape:
-        real = ~on_device
-        change = float((moved - base).abs().flatten(2).amax(-1)[real].amax())
-    else:
-        change = float((moved - base).abs().amax())
-    if change <= lab.rounding(base):
-        return passed(
-            f"Other ids in {int(is_padding.sum()):,} positions of padding ({how}) change no output of tokens."
-        )
+    change = _change(lab, torch.where(is_padding.to(tokens.device), _other(tokens), tokens))
+    largest = float((change[~is_padding] if change.ndim == 2 else change).amax())
+    if largest <= lab.rounding(base):
+        words = f"Other ids in {int(is_padding.sum()):,} positions of padding ({how}) change no output of tokens."
+        return passed(words)
     is_passed = "attention_mask" in lab.call.kwargs
     made = ", ".join(dict.fromkeys(lab.call.lines_of_inputs[-4:]))
     where = "attention_mask" if is_passed else f"the call of the model, without a mask ({lab.call.line})"
     return failed(
-        f"Other ids in the padding ({how}) change outputs of tokens by {number_in_words(change)}.",
+        f"Other ids in the padding ({how}) change outputs of tokens by {number_in_words(largest)}.",
         where=where + (f", with inputs from {made}" if made else ""),
         remedy="use the mask in every attention and every mean, with its sign and type, and pass it to the model.",
     )
@@ -329,16 +291,11 @@ def order_matters(lab: Lab) -> Result:
         raise NotTestedError("some examples have fewer than four tokens")
     generator = torch.Generator().manual_seed(0)
     order = torch.cat([torch.randperm(n - 1, generator=generator), torch.arange(n - 1, tokens.shape[1])])
-    new = lab.logits(lab.call, *lab.with_tokens(lab.call, tokens[:, order.to(tokens.device)]))
-    base = lab.base
-    if base.shape[:2] == tokens.shape:
-        change = (new[:, n - 1] - base[:, n - 1]).abs()
-    elif base.shape[0] == tokens.shape[0]:
-        change = (new - base).abs()
-    else:
+    change = _change(lab, tokens[:, order.to(tokens.device)])
+    if change.shape[0] != tokens.shape[0]:
         raise NotTestedError("the outputs do not belong to the examples")
-    largest = float(change.amax())
-    if largest > lab.rounding(base):
+    largest = float((change[:, n - 1] if change.ndim == 2 else change).amax())
+    if largest > lab.rounding(lab.base):
         return passed(f"Tokens in another order change the last output by {number_in_words(largest)}.")
     return failed(
         f"Tokens in another order change the last output by {number_in_words(largest)}, which rounding explains: the "
