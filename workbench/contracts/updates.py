@@ -6,7 +6,9 @@ import ast
 import copy
 import gc
 import math
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from workbench.contracts.gradients import (
     was_loaded,
 )
 from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, not_tested, passed
-from workbench.contracts.observer import Act, Backward, Copy, Update
+from workbench.contracts.observer import Act, Backward, Copy, Observer, Update
 from workbench.contracts.places import frames_of_script
 from workbench.contracts.results import Result
 from workbench.formatting import counted, fine_percent, number_in_words
@@ -35,21 +37,27 @@ from workbench.models.calling import innermost, is_shared
 
 #: Optimizers whose updates are computed again.
 _KNOWN = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adafactor")
-#: Smallest normal number of float16.
-_SMALLEST = 2.0**-14
 #: Updates with a rate of 0 before it is a fault: a warm-up may begin with one.
 _LEAST_STILL = 3
 
 
-def _live(lab: Lab, kind: type) -> list[Any]:
+def _live(kind: type) -> list[Any]:
     """Return the objects of a type that exist: modules, optimizers or schedules."""
-    found = vars(lab).get("live_objects")
-    if found is None:
-        kinds = (nn.Module, torch.optim.Optimizer, lr_scheduler.LRScheduler)
-        objects = gc.get_objects()
-        wanted = {each for each in {type(each) for each in objects} if issubclass(each, kinds)}
-        found = vars(lab)["live_objects"] = [each for each in objects if type(each) in wanted]
-    return [each for each in found if isinstance(each, kind)]
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def _parameters_of_modules() -> list[Tensor]:
+    return [p for m in _live(nn.Module) for p in (vars(m).get("_parameters") or {}).values() if p is not None]
+
+
+def _held(optimizer: Any) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _where(seen: Observer, parameters: Iterable[Tensor], *lines: str, most: int = 4) -> str:
+    """Return the names of parameters and lines of the script as a place."""
+    names = names_in_words([full_name(seen, p) for p in parameters], most)
+    return "; ".join(each for each in (names, *lines) if each)
 
 
 @contract("optimizer_covers")
@@ -61,84 +69,68 @@ def optimizer_covers(lab: Lab) -> Result:
     or other parameters of the same module, or the author froze others by requires_grad, or nothing was loaded, so that
     they stay at random values.
     """
-    seen = lab.seen
-    optimizers = optimizers_of(seen)
+    seen, optimizers = lab.seen, optimizers_of(lab.seen)
     if not optimizers:
         raise NotTestedError("no update of an optimizer was seen")
-    norms = dict(zip(seen.parameters, reached(seen), strict=True))
-    holders = _live(lab, torch.optim.Optimizer)
-    anywhere = {id(p) for of in holders for g in of.param_groups for p in g["params"]}
-    stepped = {id(p): p for of in optimizers for g in of.param_groups for p in g["params"]}
-    named = {id(p): (root, name, p) for root in seen.roots for name, p in root.named_parameters()}
-    missing = {
-        key: entry
-        for key, entry in named.items()
-        if entry[2].requires_grad and norms.get(key, 0) > 0 and key not in anywhere and not seen.was_moved(entry[2])
-    }
-    alive = {id(p) for m in _live(lab, nn.Module) for p in (m.__dict__.get("_parameters") or {}).values()}
-    dead = [p for key, p in stepped.items() if key not in named and not norms.get(key, 0) > 0]
     lines = [line for of in optimizers if (line := seen.line_of(of))]
-    twice = [places for one, two, places in _reused(lab) if one.optimizer is not two.optimizer]
+    twice = [mine for one, two, mine in _reused(seen) if one.optimizer is not two.optimizer]
     if len(twice) > 1:
-        held = [*seen.parameters.values()]
-        names = [full_name(seen, held[i][1]) for i in sorted({i for places in twice for i in places})]
-        return failed(
-            f"{counted(len(names), 'parameter')} are updated by two optimizers with the same gradient, {len(twice)} "
-            "times.",
-            where="; ".join([names_in_words(names), *lines]),
-            remedy="give each parameter to one optimizer.",
-        )
-    n_held = counted(sum(key in named for key in stepped), "parameter")
+        shared = [p for i, (_, p) in enumerate(seen.parameters.values()) if any(i in mine for mine in twice)]
+        words = f"{counted(len(shared), 'parameter')} are updated by two optimizers with the same gradient"
+        remedy = "give each parameter to one optimizer."
+        return failed(f"{words}, {len(twice)} times.", where=_where(seen, shared, *lines), remedy=remedy)
+    has_gradient = {key: norm > 0 for key, norm in zip(seen.parameters, reached(seen), strict=True)}
+    named = {id(p): (name, p) for root in seen.roots for name, p in root.named_parameters()}
+    stepped = {id(p): p for of in optimizers for p in _held(of)}
+    anywhere = {id(p) for of in _live(torch.optim.Optimizer) for p in _held(of)}
+    trained = [(key, p) for key, (_, p) in named.items() if p.requires_grad and has_gradient.get(key)]
+    missing = {key: p for key, p in trained if key not in anywhere and not seen.was_moved(p)}
+    dead = [p for key, p in stepped.items() if key not in named and not has_gradient.get(key)]
+    held = counted(sum(key in named for key in stepped), "parameter")
     if not missing:
-        idle = [p for p in dead if id(p) not in alive]
-        words = f"; {counted(len(idle), 'tensor')} of no module are held as well" if idle else ""
-        return passed(f"Each parameter with a gradient is in one optimizer: {n_held}{words}.")
-    names = [full_name(seen, entry[2]) for entry in missing.values()]
-    modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in names))
+        alive = {id(p) for p in _parameters_of_modules()}
+        n_idle = sum(id(p) not in alive for p in dead)
+        words = f"; {counted(n_idle, 'tensor')} of no module are held as well" if n_idle else ""
+        return passed(f"Each parameter with a gradient is in one optimizer: {held}{words}.")
+    owner = {key: name.rpartition(".")[0] for key, (name, _) in named.items()}
+    groups = [{owner[id(p)] for p in g["params"] if id(p) in owner} for of in optimizers for g in of.param_groups]
+    split = {owner[key] for key in missing} & set[str]().union(*groups)
+    holds_matrix = any(key in stepped and p.ndim > 1 for key, (_, p) in named.items())
+    is_frozen = all(not p.requires_grad for p in dead)
+    kind = "frozen ones" if is_frozen else "tensors without gradients that no called module has"
+    has_parts = any(a & b for a, b in combinations(groups, 2))
+    reasons = (
+        (dead, f"the optimizer holds {len(dead)} {kind} instead"),
+        (split and holds_matrix, f"other parameters of {names_in_words(sorted(split))} are in one"),  # not biases alone
+        (has_parts, f"the {len(groups)} groups of the optimizer hold parts of all other modules"),
+        (any(not p.requires_grad for _, p in named.values()), "others are frozen by requires_grad, these are not"),
+        (not was_loaded(lab), "as nothing was loaded, they stay at their random values"),
+    )
+    reason = next((words for holds, words in reasons if holds), "")
+    names = [full_name(seen, p) for p in missing.values()]
+    modules = [*dict.fromkeys(name.rpartition(".")[0] or name for name in names)]
     where = "; ".join([names_in_words(names if len(names) < 4 else modules), *lines])
     words = f"{counted(len(missing), 'parameter')} with gradients are in no optimizer and do not move"
-    owners = {key: name.rpartition(".")[0] for key, (_, name, _) in named.items()}
-    split = {owners[key] for key in missing} & {owners[key] for key in stepped if key in owners}
-    groups = [g["params"] for of in optimizers for g in of.param_groups]
-    by_kind = [{owners[id(p)] for p in g if id(p) in owners} for g in groups]
-    is_by_kind = any(a & b for i, a in enumerate(by_kind) for b in by_kind[:i])
-    is_frozen = any(not entry[2].requires_grad for entry in named.values())
-    reason = ""
-    if dead:
-        frozen = sum(not p.requires_grad for p in dead)
-        kind = "frozen ones" if frozen == len(dead) else "tensors without gradients that no called module has"
-        reason = f"the optimizer holds {len(dead)} {kind} instead"
-    elif split and any(key in stepped and entry[2].ndim > 1 for key, entry in named.items()):  # not biases alone
-        reason = f"other parameters of {names_in_words([*split])} are in one"
-    elif is_by_kind:
-        reason = f"the {len(groups)} groups of the optimizer hold parts of all other modules"
-    elif is_frozen:
-        reason = "others are frozen by requires_grad, these are not"
-    elif not was_loaded(lab):
-        reason = "as nothing was loaded, they stay at their random values"
     if not reason:
-        return not_tested(f"{words}, {n_held} are in one; is that on purpose?", where=where)
-    return failed(
-        f"{words}; {reason}.",
-        where=where,
-        remedy="build the optimizer from model.parameters() of the finished model, or freeze by requires_grad=False.",
-    )
+        return not_tested(f"{words}, {held} are in one; is that on purpose?", where=where)
+    remedy = "build the optimizer from model.parameters() of the finished model, or freeze by requires_grad=False."
+    return failed(f"{words}; {reason}.", where=where, remedy=remedy)
 
 
-def _reused(lab: Lab) -> list[tuple[Update, Update, list[int]]]:
+def _reused(seen: Observer) -> list[tuple[Update, Update, np.ndarray]]:
     """Return pairs of updates without a pass between them, with the places of parameters whose gradient both used."""
     since: list[Update] = []
     found = []
-    for event in lab.seen.events:
+    for event in seen.events:
         if isinstance(event, Backward):
             since = []
         elif isinstance(event, Update) and is_real(event):
-            norms, mine = padded(event.norms, lab.seen), places_of(event.optimizer, lab.seen)
+            norms, mine = padded(event.norms, seen), places_of(event.optimizer, seen)
             for other in since:
-                is_same = np.isin(mine, places_of(other.optimizer, lab.seen)) & (norms[mine] > 0)
-                is_same &= np.isclose(norms[mine], padded(other.norms, lab.seen)[mine])
-                if is_same.any():
-                    found.append((other, event, [int(i) for i in mine[is_same]]))
+                is_same = (norms > 0) & np.isclose(norms, padded(other.norms, seen))
+                both = mine[is_same[mine] & np.isin(mine, places_of(other.optimizer, seen))]
+                if len(both):
+                    found.append((other, event, both))
             since.append(event)
     return found
 
@@ -148,37 +140,33 @@ def _reused(lab: Lab) -> list[tuple[Update, Update, list[int]]]:
 
 def _predicted(of: Any, each: Copy, dtype: torch.dtype) -> Tensor | None:
     """Return what an update of a known optimizer makes of a parameter, computed in a dtype; None if it is unknown."""
-    kind = type(of)
-    if kind.__name__ not in _KNOWN or not kind.__module__.startswith("torch.optim") or each.gradient is None:
+    kind, gradient = type(of), each.gradient
+    if kind.__name__ not in _KNOWN or not kind.__module__.startswith("torch.optim") or gradient is None:
         return None
-    if each.gradient.is_sparse or each.before.is_complex() or type(each.before) is not Tensor:
+    if gradient.is_sparse or each.before.is_complex() or type(each.before) is not Tensor:
         return None
     p = each.before.to(dtype, copy=True).requires_grad_()
-    p.grad = each.gradient.to(dtype, copy=True)
-    plain = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
-    options = {name: value for name, value in each.group.items() if name not in ("initial_lr", "swa_lr")}
-    options |= {name: value for name, value in plain.items() if name in options}
-    hidden = {"decoupled_weight_decay"} if kind.__name__ == "AdamW" else set()
-    own = {name: value for name, value in options.items() if name in kind.__init__.__code__.co_varnames}
+    p.grad = gradient.to(dtype, copy=True)
     with torch.enable_grad():
-        new = kind([p], **{name: value for name, value in own.items() if name not in hidden})
-    new.param_groups[0].update(options)
-    if each.state:
-        new.state[p] = {
-            name: value.to(dtype) if isinstance(value, Tensor) and name != "step" else copy.deepcopy(value)
-            for name, value in each.state.items()
-        }
-    # Not `step`, whose hooks are the observer's and the user's.
-    own_step = getattr(kind.step, "__wrapped__", kind.step)
-    try:
-        own_step(new)
+        new = kind([p], lr=0.1)
+    plain = {"foreach": False, "fused": None, "capturable": False, "differentiable": False}
+    new.param_groups[0].update(each.group | plain)
+    for name, value in copy.deepcopy(each.state).items():
+        new.state[p][name] = value.to(dtype) if isinstance(value, Tensor) and name != "step" else value
+    try:  # not `step`, whose hooks are the observer's and the user's
+        getattr(kind.step, "__wrapped__", kind.step)(new)
     except Exception:  # noqa: BLE001  (a group may hold what a subclass has added)
         return None
     return p.detach()
 
 
-def _copies(lab: Lab) -> list[tuple[Update, Copy]]:
-    return [(u, c) for u in real_updates(lab.seen) for c in u.copies if c.after is not None and c.gradient is not None]
+def _again(seen: Observer) -> Iterator[tuple[Update, Copy, Tensor, Tensor]]:
+    """Yield updates of single parameters, with their values afterwards, and as they should be in float64."""
+    for update in real_updates(seen):
+        for each in update.copies:
+            exact = None if each.after is None else _predicted(update.optimizer, each, torch.float64)
+            if each.after is not None and exact is not None and torch.isfinite(exact).all():
+                yield update, each, each.after, exact
 
 
 @contract("update_as_predicted")
@@ -188,45 +176,43 @@ def update_as_predicted(lab: Lab) -> Result:
     Updates of the optimizers of PyTorch are computed again in float64 from copies of parameter, gradient and state. The
     tolerance is sixteen times the error of the same in the dtype of the parameter.
     """
-    seen = lab.seen
-    updates = real_updates(seen)
+    seen, updates = lab.seen, real_updates(lab.seen)
     if not updates:
         if not seen.passes:
             raise NotTestedError("no pass was seen")
-        moved = [name for name, p in seen.parameters.values() if seen.was_moved(p)]
-        if moved:
+        if any(seen.was_moved(p) for _, p in seen.parameters.values()):
             raise NotTestedError("parameters are moved by hand, without an optimizer of PyTorch")
-        if not np.isfinite(seen.passes[-1].after[~np.isnan(seen.passes[-1].after)]).all():
+        if np.isinf(seen.passes[-1].after).any():
             raise NotTestedError("gradients are not finite, and no update was made")
-        return failed(
-            f"{len(seen.passes)} backward passes gave finite gradients, and no update was made.",
-            where=seen.passes[-1].line,
-            remedy="call step() of the optimizer; look at the condition before it.",
-        )
-    for result in (_without_effect(lab), _repeated(lab), _pulled_back(lab)):
-        if result is not None:
-            return result
+        words = f"{len(seen.passes)} backward passes gave finite gradients, and no update was made."
+        remedy = "call step() of the optimizer; look at the condition before it."
+        return failed(words, where=seen.passes[-1].line, remedy=remedy)
+    again = [pair[:2] for pair in _reused(seen) if pair[0].optimizer is pair[1].optimizer]
+    if (result := _without_effect(seen)) is not None:
+        return result
+    if len(again) > 1:
+        name = type(again[0][0].optimizer).__name__
+        words = f"{name} made {len(again)} updates with a gradient that it had used already."
+        lines = dict.fromkeys(each.line for pair in again for each in pair if each.line)
+        return failed(words, where=", ".join(lines), remedy="call step() once after the passes of an update.")
+    if (result := _pulled_back(seen)) is not None:
+        return result
     worst, n = 0.0, 0
-    for update, each in _copies(lab):
-        exact = _predicted(update.optimizer, each, torch.float64)
+    for update, each, after, exact in _again(seen):
         same = _predicted(update.optimizer, each, each.before.dtype)
-        if exact is None or same is None or not torch.isfinite(exact).all():
+        if same is None:
             continue
         n += 1
-        step = float((exact - each.before.double()).norm())
-        apart = float(((each.before if each.after is None else each.after).double() - exact).norm())
-        rounding = float((same.double() - exact).norm())
+        step, apart, rounding = (float((t.double() - exact).norm()) for t in (each.before, after, same))
         # One rounding of each entry is allowed also where single steps happened to round well.
         rounding = max(rounding, torch.finfo(each.before.dtype).eps * float(each.before.double().norm()))
-        if step == 0 and apart == 0:
-            continue
         error = apart / max(step, 1e-300)
         worst = max(worst, error)
         if apart > max(16 * rounding, 1e-3 * step):
             return failed(
                 f"Update {update.index + 1} moved {full_name(seen, each.parameter)} otherwise than "
                 f"{type(update.optimizer).__name__} defines, by {fine_percent(error)} of the step.",
-                where="; ".join([full_name(seen, each.parameter), update.line]),
+                where=_where(seen, [each.parameter], update.line),
                 remedy="look for code that changes parameters, or the optimizer's state, within step().",
                 proof=f"Computed in float64, the step has the norm {step:.3g}.",
             )
@@ -236,104 +222,62 @@ def update_as_predicted(lab: Lab) -> Result:
     return passed(f"{n} updates of single parameters are those in float64 up to {number_in_words(worst)} of the step.")
 
 
-def _without_effect(lab: Lab) -> Result | None:
+def _without_effect(seen: Observer) -> Result | None:
     """Return a failure if parameters with gradients never move, or an optimizer never has a gradient."""
-    seen = lab.seen
-    if len(real_updates(seen)) < 3:
-        return None
+    live = {id(p) for root in seen.roots for p in root.parameters() if p.requires_grad}
     for of in optimizers_of(seen):
-        mine, updates = places_of(of, seen), real_updates(seen, of)
-        held = [[*seen.parameters.values()][i][1] for i in mine]
-        norms = np.array([padded(u.norms, seen)[mine] for u in updates])
-        live = {id(p) for root in seen.roots for p in root.parameters() if p.requires_grad}
-        is_mine = held and all(id(p) in live or hasattr(p, "full_tensor") for p in held)
-        if is_mine and len(updates) > 2 and np.isnan(norms).all():
-            return failed(
-                f"{type(of).__name__} made {len(updates)} updates, none of its {len(held)} parameters with a gradient.",
-                where="; ".join([names_in_words([full_name(seen, p) for p in held], 2), updates[0].line]),
-                remedy="let gradients arrive before the update: synchronize the last pass, clear after it.",
-            )
-        rates = np.array([max(u.rates, default=0.0) for u in updates])
-        is_active = ((norms > 0) & (rates[:, None] > 0)).sum(0) >= 3
-        still = [
-            p
-            for p, active in zip(held, is_active, strict=True)
-            if active and not seen.was_moved(p) and p.dtype in (torch.float32, torch.float64)
-        ]
-        if still and not _vanishes(lab, of):
-            names = [full_name(seen, p) for p in still]
-            return failed(
-                f"{type(of).__name__} made {len(updates)} updates of {counted(len(still), 'parameter')} with gradients "
-                "that left every entry as it was.",
-                where="; ".join([names_in_words(names), updates[0].line]),
-                remedy="write the step to the parameter itself, in place, not to a copy.",
-            )
+        updates, held = real_updates(seen, of), [p for p in _held(of) if id(p) in seen.parameters]
+        norms = np.array([padded(u.norms, seen)[places_of(of, seen)] for u in updates])  # (update, parameter)
+        if len(updates) < _LEAST_STILL or not held:
+            continue
+        words, line = f"{type(of).__name__} made {len(updates)} updates", updates[0].line
+        if np.isnan(norms).all() and all(id(p) in live or hasattr(p, "full_tensor") for p in held):
+            words += f", none of its {len(held)} parameters with a gradient."
+            remedy = "let gradients arrive before the update: synchronize the last pass, clear after it."
+            return failed(words, where=_where(seen, held, line, most=2), remedy=remedy)
+        has_rate = np.array([max(u.rates, default=0.0) > 0 for u in updates])
+        n_due = ((norms > 0) & has_rate[:, None]).sum(0)
+        due = [p for p, n in zip(held, n_due, strict=True) if n >= _LEAST_STILL and p.element_size() >= 4]
+        still = [p for p in due if not seen.was_moved(p)]
+        # A step that is lost to rounding is another fault.
+        again = [(c.before, x.to(c.before)) for u, c, _, x in _again(seen) if still and u.optimizer is of]
+        if still and not any(torch.equal(before, after) for before, after in again):
+            words += f" of {counted(len(still), 'parameter')} with gradients that left every entry as it was."
+            remedy = "write the step to the parameter itself, in place, not to a copy."
+            return failed(words, where=_where(seen, still, line), remedy=remedy)
     return None
 
 
-def _vanishes(lab: Lab, of: Any) -> bool:
-    """Whether a predicted update of an optimizer is lost to rounding."""
-    known = [(c, _predicted(of, c, torch.float64)) for u, c in _copies(lab) if u.optimizer is of]
-    return any(new is not None and torch.equal(new.to(c.before.dtype), c.before) for c, new in known)
-
-
-def _repeated(lab: Lab) -> Result | None:
-    """Return a failure if an optimizer makes two updates with one gradient."""
-    again = [(one, two) for one, two, _ in _reused(lab) if one.optimizer is two.optimizer]
-    if len(again) < 2:
-        return None
-    lines = dict.fromkeys(each.line for pair in again for each in pair if each.line)
-    return failed(
-        f"{type(again[0][0].optimizer).__name__} made {len(again)} updates with a gradient that it had used already.",
-        where=", ".join(lines),
-        remedy="call step() once after the passes of an update.",
-    )
-
-
-def _pulled_back(lab: Lab) -> Result | None:
+def _pulled_back(seen: Observer) -> Result | None:
     """Return a failure if parameters are pulled, between updates, to those of another module that never moves."""
-    seen = lab.seen
+    moves = defaultdict[Tensor, list[tuple[Tensor, Tensor]]](list)
     for of in optimizers_of(seen):
         updates = [u for u in real_updates(seen, of) if u.copies][-3:]
-        gaps: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for one, two in pairwise(updates):
-            for a, b in zip(one.copies, two.copies, strict=False):
-                if a.parameter is b.parameter and a.after is not None and not torch.equal(a.after, b.before):
-                    gaps.setdefault(id(a.parameter), []).append((a.after.double(), (b.before - a.after).double()))
-        gaps = {key: pairs for key, pairs in gaps.items() if len(pairs) > 1 and pairs[0][0].numel() > 8}
-        if len(gaps) < 2:
-            continue
-        found = [_target_of(lab, seen.parameters[key][1], pairs) for key, pairs in gaps.items()]
-        factors = [each for each in found if each is not None]
-        if len(factors) < 2 or max(factors) - min(factors) > 1e-3:
-            continue
-        names = [full_name(seen, seen.parameters[key][1]) for key in gaps]
-        return failed(
-            f"After each update the parameters are pulled by {fine_percent(float(np.median(factors)))} of the way to "
-            "those of another module, which never moves.",
-            where=f"{names_in_words(names)}; after the update ({updates[0].line})",
-            remedy="move the average towards the model: look at the order of the arguments.",
-        )
-    return None
+        for a, b in (pair for one, two in pairwise(updates) for pair in zip(one.copies, two.copies, strict=False)):
+            if a.parameter is b.parameter and a.after is not None and not torch.equal(a.after, b.before):
+                moves[a.parameter].append((a.after.double(), (b.before - a.after).double()))
+    moved = {p: pairs for p, pairs in moves.items() if len(pairs) > 1 and p.numel() > 8}
+    others = _parameters_of_modules() if len(moved) > 1 else []
+    pairs = [(p, q) for p in moved for q in others if q is not p and q.shape == p.shape]
+    pulls = {p: pull for p, q in pairs if (pull := _pull(q, moved[p])) > 0}
+    if len(pulls) < 2 or np.ptp([*pulls.values()]) > 1e-3:
+        return None
+    share = fine_percent(float(np.median([*pulls.values()])))
+    words = f"After each update the parameters are pulled by {share} of the way to those of another module, which"
+    where = _where(seen, moved, f"after the update ({real_updates(seen)[0].line})")
+    remedy = "move the average towards the model: look at the order of the arguments."
+    return failed(f"{words} never moves.", where=where, remedy=remedy)
 
 
-def _target_of(lab: Lab, parameter: Tensor, pairs: list[tuple[Tensor, Tensor]]) -> float | None:
-    """Return the factor by which a parameter moves to a tensor of the same shape that exists and is constant."""
-    for module in _live(lab, nn.Module):
-        for p in (module.__dict__.get("_parameters") or {}).values():
-            if p is None or p is parameter or p.shape != parameter.shape:
-                continue
-            factors = []
-            for start, move in pairs:
-                way = p.detach().double() - start
-                size = float(way.square().sum())
-                factor = float((way * move).sum()) / size if size else 0.0
-                if factor < 1e-3 or float((move - factor * way).norm()) > 1e-3 * float(move.norm()):
-                    break
-                factors.append(factor)
-            if len(factors) == len(pairs) and max(factors) - min(factors) < 1e-3:
-                return float(np.mean(factors))
-    return None
+def _pull(target: Tensor, moves: list[tuple[Tensor, Tensor]]) -> float:
+    """Return the share of the way to a target that all moves go, from their start; NaN if they do not."""
+    shares = []
+    for start, move in moves:
+        way = target.detach().double() - start
+        share = float((way * move).sum() / way.square().sum())
+        is_along = share >= 1e-3 and float((move - share * way).norm()) <= 1e-3 * float(move.norm())
+        shares.append(share if is_along else math.nan)
+    return float(np.mean(shares)) if np.ptp(shares) < 1e-3 else math.nan
 
 
 @contract("lost_to_rounding")
@@ -343,42 +287,29 @@ def lost_to_rounding(lab: Lab) -> Result:
     Predicted are the updates of single parameters in float64; lost is what entries that stay as they were should have
     moved.
     """
-    due = lost = 0.0
-    n = n_lost = 0
-    scales: list[Tensor] = []
-    worst: dict[str, list[float]] = {}
-    dtypes, rates = set(), [0.0]
-    for update, each in _copies(lab):
-        exact = _predicted(update.optimizer, each, torch.float64)
-        if exact is None or each.after is None or not each.before.is_floating_point():
-            continue
-        step = (exact - each.before.double()).abs()
-        stays = (each.after == each.before) & (step > 0)
-        due, lost = due + float(step.sum()), lost + float(step[stays].sum())
-        n, n_lost = n + int((step > 0).sum()), n_lost + int(stays.sum())
-        entry = worst.setdefault(full_name(lab.seen, each.parameter), [0.0, 0.0])
-        entry[0], entry[1] = entry[0] + float(step[stays].sum()), entry[1] + float(step.sum())
-        dtypes.add(each.before.dtype)
+    sums = defaultdict[str, np.ndarray](lambda: np.zeros(4))  # of each parameter: update, what is lost, entries of both
+    kinds, rates, needed = set(), [0.0], []
+    for update, each, after, exact in _again(lab.seen):
+        before = each.before.double()
+        step = (exact - before).abs()
+        stays = (after == each.before) & (step > 0)
+        sums[full_name(lab.seen, each.parameter)] += [float(t.sum()) for t in (step, step[stays], step > 0, stays)]
+        half = torch.finfo(each.before.dtype).eps * before.abs() / 2
+        needed.append((half / step.clamp_min(1e-300))[step > 0][:4096])
+        kinds.add(str(each.before.dtype).removeprefix("torch."))
         rates += update.rates
-        ulp = torch.finfo(each.before.dtype).eps * each.before.double().abs() / 2
-        scales.append((ulp / step.clamp_min(1e-300))[step > 0].flatten()[:4096])
+    due, lost, n, n_lost = sum(sums.values(), np.zeros(4))
     if not n:
         raise NotTestedError("no update could be computed again")
-    words = (
-        f"{fine_percent(n_lost / n)} of the entries that should move stay as they were, and with them "
-        f"{fine_percent(lost / due)} of the update"
-    )
-    kinds = names_in_words([str(each).removeprefix("torch.") for each in dtypes])
-    if n_lost / n <= 0.5 or lost / due <= 0.5:
-        return passed(f"{words} ({kinds}).")
-    needed = float(torch.cat(scales).median()) * max(rates)
-    names = sorted(worst, key=lambda name: -worst[name][0] / max(worst[name][1], 1e-300))
-    return failed(
-        f"{words}, in {kinds} with a rate of {max(rates):.2g}.",
-        where=names_in_words(names, 8),
-        remedy=f"keep parameters in float32 (autocast), or round at random; a rate of about {needed:.1g} would move "
-        "half of them.",
-    )
+    share, of_update = fine_percent(n_lost / n), fine_percent(lost / due)
+    words = f"{share} of the entries that should move stay as they were, and with them {of_update} of the update"
+    formats = names_in_words(sorted(kinds))
+    if min(n_lost / n, lost / due) <= 0.5:
+        return passed(f"{words} ({formats}).")
+    rate = float(torch.cat(needed).median()) * max(rates)
+    remedy = f"keep parameters in float32 (autocast), or round at random; a rate of about {rate:.1g} would move half."
+    where = names_in_words(sorted(sums, key=lambda name: -sums[name][1] / max(sums[name][0], 1e-300)), 8)
+    return failed(f"{words}, in {formats} with a rate of {max(rates):.2g}.", where=where, remedy=remedy)
 
 
 # Learning rate
@@ -387,193 +318,130 @@ def lost_to_rounding(lab: Lab) -> Result:
 @contract("schedule")
 def schedule(lab: Lab) -> Result:
     """Does the schedule move once for each update, after it, and does the rate stay above 0?"""
-    seen = lab.seen
-    updates = real_updates(seen)
+    seen, updates = lab.seen, real_updates(lab.seen)
     if len(updates) < 2:
         raise NotTestedError("fewer than two updates were seen")
-    acts = [a for a in seen.acts if a.kind == "schedule"]
-    live = _live(lab, lr_scheduler.LRScheduler)
+    live, optimizers = _live(lr_scheduler.LRScheduler), optimizers_of(seen)
     inner = {id(each) for s in live for each in getattr(s, "_schedulers", [])}
-    schedules = [s for s in live if id(s) not in inner]
-    schedules = [s for s in schedules if any(innermost(s.optimizer) is of for of in optimizers_of(seen))]
-    for of in optimizers_of(seen):
-        mine = [s for s in schedules if innermost(s.optimizer) is of]
-        result = _of_rates(lab, of, mine) or next((r for s in mine if (r := _of_steps(lab, of, s))), None)
-        if result is not None:
-            return result
-    for each in schedules:
-        if (result := _never_stepped(lab, each) or _wrong_way(lab, each)) is not None:
-            return result
+    schedules = [s for of in optimizers for s in live if id(s) not in inner and innermost(s.optimizer) is of]
+    results = (*(_of_rates(seen, of, schedules) for of in optimizers), *(_of_steps(seen, each) for each in schedules))
+    if (result := next((each for each in results if each is not None), None)) is not None:
+        return result
     if not schedules:
         return not_applicable("The rate has no schedule of PyTorch, and is above 0.")
-    rates = [max(u.rates) for u in updates]
-    return passed(
-        f"{counted(len(acts), 'step')} of the schedule in {len(updates)} updates, with rates from {min(rates):.2g} to "
-        f"{max(rates):.2g}."
-    )
+    n, rates = counted(sum(a.kind == "schedule" for a in seen.acts), "step"), [max(u.rates) for u in updates]
+    span = f"{min(rates):.2g} to {max(rates):.2g}"
+    return passed(f"{n} of the schedule in {len(updates)} updates, with rates from {span}.")
 
 
-def _of_rates(lab: Lab, of: Any, schedules: list[Any]) -> Result | None:
+def _steps_of(seen: Observer, schedule: Any) -> list[Act]:
+    """Return the steps of a schedule, without the one that creates it."""
+    found = [a for a in seen.acts if a.kind == "schedule" and a.of is schedule]
+    return found[1:] if seen.sees_all and not isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else found
+
+
+def _of_rates(seen: Observer, of: Any, schedules: list[Any]) -> Result | None:
     """Return a failure if the rate is 0 in all updates, or from some on."""
-    updates = real_updates(lab.seen, of)
+    updates = real_updates(seen, of)
     rates = np.array([max(u.rates, default=math.nan) for u in updates])
-    if len(rates) < _LEAST_STILL or rates[-1] != 0:
-        return None
-    positive = np.flatnonzero(rates > 0)
-    first = int(positive[-1]) + 1 if len(positive) else 0
+    first = int(np.max(np.flatnonzero(rates), initial=-1)) + 1
     if len(rates) - first < _LEAST_STILL:
         return None
-    n_steps = len(_acts_of(lab, schedules[0])) if schedules else 0
-    words = f"The rate is 0 in all {len(rates)} updates"
-    if first:
-        words = f"The rate is 0 from update {first + 1} on, while the training goes on"
-    lines = [lab.seen.line_of(s) for s in schedules] + [a.line for s in schedules for a in _acts_of(lab, s)[:1]]
-    line = ", ".join(dict.fromkeys(each for each in lines if each)) or updates[0].line
-    return failed(
-        f"{words}; {counted(n_steps, 'step')} of its schedule in {len(rates)} updates.",
-        where=f"learning rate of {type(of).__name__} ({line})",
-        remedy="step the schedule once for each update, and make it as long as the training.",
-    )
+    mine = [s for s in schedules if innermost(s.optimizer) is of]
+    acts = [_steps_of(seen, each) for each in mine]
+    lines = [line for line in (*map(seen.line_of, mine), *(each[0].line for each in acts if each)) if line]
+    where = f"learning rate of {type(of).__name__} ({', '.join(dict.fromkeys(lines)) or updates[0].line})"
+    since = f"from update {first + 1} on, while the training goes on" if first else f"in all {len(rates)} updates"
+    n = counted(len(acts[0]) if acts else 0, "step")
+    words = f"The rate is 0 {since}; {n} of its schedule in {len(rates)} updates."
+    remedy = "step the schedule once for each update, and make it as long as the training."
+    return failed(words, where=where, remedy=remedy)
 
 
-def _acts_of(lab: Lab, schedule: Any) -> list[Act]:
-    """Return the steps of a schedule, without the one that creates it."""
-    found = [a for a in lab.seen.acts if a.kind == "schedule" and a.of is schedule]
-    return found[1:] if lab.seen.sees_all and not isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else found
-
-
-def _of_steps(lab: Lab, of: Any, schedule: Any) -> Result | None:
-    """Return a failure if a schedule moves several times for each update, or before it."""
-    seen, steps, n_early, n_since, n_passes = lab.seen, [], 0, 0, 0
-    mine = {id(a) for a in _acts_of(lab, schedule)}
-    passes: list[int] = []
-    order = ""
-    for event in seen.events:
-        if isinstance(event, Backward):
-            n_passes += 1
-            order += "p"
-        elif isinstance(event, Act) and id(event) in mine:
-            n_since += 1
-            order += "s"
-        elif isinstance(event, Update) and event.optimizer is of and is_real(event):
-            steps.append(n_since)
-            passes.append(n_passes)
-            n_early += order.endswith("s") and "p" in order
-            n_since, n_passes, order = 0, 0, ""
-    steps, passes = steps[1:], passes[1:]
-    if len(steps) < 3:
-        return None
-    line = next((a.line for a in _acts_of(lab, schedule) if a.line), "")
-    where = line or type(schedule).__name__
-    n = min(steps)
-    if n >= 2 and steps.count(n) >= 0.9 * len(steps):
-        k = max(passes, key=passes.count)
-        per = "micro-batch" if n == k else "update"
-        words = f"{type(schedule).__name__} moves {n} times for each update" + (
-            f", once for each of its {k} micro-batches" if n == k else ""
-        )
-        total = _length_of(schedule)
-        loaders = [len(d) for d in lab.seen.loaders if hasattr(d.dataset, "__len__")]
-        if n == k and total and any(size and total % size == 0 for size in loaders):
+def _of_steps(seen: Observer, schedule: Any) -> Result | None:
+    """Return a failure if a schedule moves several times for each update, before it, never, or by a wrong metric."""
+    acts, name = _steps_of(seen, schedule), type(schedule).__name__
+    updates = real_updates(seen, innermost(schedule.optimizer))
+    kinds = (("s", acts), ("u", updates), ("p", seen.passes))
+    letters = {id(each): letter for letter, events in kinds for each in events}
+    between = "".join(letters.get(id(each), "") for each in seen.events).split("u")[:-1]
+    steps, passes = ([each.count(letter) for each in between[1:]] for letter in "sp")
+    n, k = min(steps, default=0), max(passes, key=passes.count, default=0)
+    n_early = sum(each.endswith("s") and "p" in each for each in between)
+    where = next((a.line for a in acts if a.line), name)
+    if not acts and getattr(schedule, "last_epoch", 1) <= 0:
+        return _never_stepped(seen, schedule)
+    if len(steps) >= 3 and n >= 2 and steps.count(n) >= 0.9 * len(steps):
+        is_by_pass, functions = n == k, getattr(schedule, "lr_lambdas", [])
+        ends = [getattr(schedule, each, None) for each in ("total_steps", "T_max", "total_iters")]
+        ends += [getattr(each, "keywords", {}).get("num_training_steps") for each in functions]
+        total = next((each for each in ends if isinstance(each, int)), 0)
+        words = f"{name} moves {n} times for each update"
+        words += f", once for each of its {k} micro-batches" if is_by_pass else ""
+        sizes = [len(each) for each in seen.loaders if hasattr(each.dataset, "__len__")]
+        if is_by_pass and total and any(size and total % size == 0 for size in sizes):
             return not_tested(f"{words}; its {total} steps are a number of batches: is that on purpose?", where=where)
         if is_shared() and n == torch.distributed.get_world_size():
             return not_tested(f"{words}, as often as there are ranks; is its length in batches?", where=where)
-        ends = f" and ends after {total / n:.4g} updates instead of {total}" if total else ""
-        return failed(
-            f"{words}{ends}.",
-            where=where,
-            remedy=f"call its step() once after each update, not once for each {per}."
-            if n == k
-            else "call its step() once.",
-        )
-    if n_early >= 0.9 * len(steps) and n_early >= 3:
-        return failed(
-            f"{type(schedule).__name__} moves before the update in {n_early} of {len(steps) + 1} updates: its "
-            "first rate is never used.",
-            where=where,
-            remedy="call step() of the optimizer first, then that of the schedule.",
-        )
-    return None
+        words += f" and ends after {total / n:.4g} updates instead of {total}." if total else "."
+        once = "once after each update, not once for each micro-batch." if is_by_pass else "once."
+        return failed(words, where=where, remedy=f"call its step() {once}")
+    if len(steps) >= 3 and n_early >= max(3, 0.9 * len(steps)):
+        words = f"{name} moves before the update in {n_early} of {len(between)} updates: its first rate is never used."
+        return failed(words, where=where, remedy="call step() of the optimizer first, then that of the schedule.")
+    return _wrong_way(seen, schedule)
 
 
-def _length_of(schedule: Any) -> int | None:
-    """Return the number of steps of a schedule; None if it has no end."""
-    for name in ("total_steps", "T_max", "total_iters"):
-        if isinstance(value := getattr(schedule, name, None), int):
-            return value
-    for function in getattr(schedule, "lr_lambdas", []):
-        keywords = getattr(function, "keywords", {})
-        if isinstance(value := keywords.get("num_training_steps"), int):
-            return value
-    return None
-
-
-def _never_stepped(lab: Lab, schedule: Any) -> Result | None:
-    """Return a failure if nothing moves a schedule: the run has ended, or its script never mentions a step of it."""
-    if _acts_of(lab, schedule) or getattr(schedule, "last_epoch", 1) > 0:
-        return None
-    n = len(real_updates(lab.seen))
-    words = f"{type(schedule).__name__} did not move in {n} updates"
-    rate = schedule.optimizer.param_groups[0].get("lr")
+def _never_stepped(seen: Observer, schedule: Any) -> Result:
+    """Return a failure if the run has ended, or if its script never mentions a step of a schedule that did not move."""
+    updates = real_updates(seen)
+    words = f"{type(schedule).__name__} did not move in {len(updates)} updates"
     where = f"the schedule of {type(schedule.optimizer).__name__}"
     is_unused = _is_never_used(schedule)
-    if lab.seen.has_ended or is_unused:
-        why = "; the script never calls its step()" if is_unused else ", and the script has ended"
-        return failed(
-            f"{words}{why}: the rate stays at {rate:.3g}.",
-            where="; ".join([where, *sorted({u.line for u in real_updates(lab.seen)} - {""})[:1]]),
-            remedy="call its step() after each update.",
-        )
-    return not_tested(f"{words}; does it move once an epoch?", where=where)
+    if not is_unused and not seen.has_ended:
+        return not_tested(f"{words}; does it move once an epoch?", where=where)
+    why = "; the script never calls its step()" if is_unused else ", and the script has ended"
+    words += f"{why}: the rate stays at {schedule.optimizer.param_groups[0].get('lr'):.3g}."
+    where = "; ".join([where, *sorted({u.line for u in updates} - {""})[:1]])
+    return failed(words, where=where, remedy="call its step() after each update.")
 
 
 def _is_never_used(schedule: Any) -> bool:
     """Whether nothing but variables of scripts holds a schedule, and no script uses more of them than attributes."""
-    names: dict[str, set[str]] = {}
-    spaces: set[int] = set()
-    for frame in frames_of_script():
-        for space in (frame.f_locals, frame.f_globals):
-            spaces.add(id(space))
-            mine = {name for name, value in space.items() if value is schedule}
-            names[frame.f_code.co_filename] = names.get(frame.f_code.co_filename, set()) | mine
+    names = defaultdict[str, set[str]](set)
+    spaces = [(frame, space) for frame in frames_of_script() for space in (frame.f_locals, frame.f_globals)]
+    for frame, space in spaces:
+        names[frame.f_code.co_filename] |= {name for name, value in space.items() if value is schedule}
+    known = {id(space) for _, space in spaces}
     for holder in gc.get_referrers(schedule):
-        is_act = isinstance(holder, dict) and "n_passes" in holder
-        if isinstance(holder, dict) and id(holder) not in spaces and not is_act:
+        if isinstance(holder, dict) and id(holder) not in known and "n_passes" not in holder:  # nor an act
             return False
     for file, mine in names.items():
         try:
             nodes = [*ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))]
         except (OSError, SyntaxError):
             return False
-        attributes = {id(node.value): node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        for node in nodes:
-            is_use = isinstance(node, ast.Name) and node.id in mine and isinstance(node.ctx, ast.Load)
-            if is_use and attributes.get(id(node), "step") == "step":
-                return False
+        attributes = {node.value: node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        uses = [n for n in nodes if isinstance(n, ast.Name) and n.id in mine and isinstance(n.ctx, ast.Load)]
+        if any(attributes.get(each, "step") == "step" for each in uses):
+            return False
     return any(names.values())
 
 
-def _wrong_way(lab: Lab, schedule: Any) -> Result | None:
+def _wrong_way(seen: Observer, schedule: Any) -> Result | None:
     """Return a failure if a schedule waits for larger values of a metric that falls with the loss."""
-    if not isinstance(schedule, lr_scheduler.ReduceLROnPlateau):
+    acts = [a for a in seen.acts if a.of is schedule and "metric" in a.numbers]
+    if len(acts) < 4 or len(seen.passes) < 2 or schedule.mode != "max":
         return None
-    acts = [a for a in lab.seen.acts if a.of is schedule and "metric" in a.numbers]
-    values = np.array([a.numbers["metric"] for a in acts])
-    losses = np.array([each.loss for each in lab.seen.passes])
-    half = len(losses) // 2
-    if len(values) < 4 or not half or not np.isfinite(losses).all():
+    values, losses = np.array([a.numbers["metric"] for a in acts]), np.array([each.loss for each in seen.passes])
+    early, late = losses[: len(losses) // 2], losses[len(losses) // 2 :]
+    is_falling = np.mean(np.diff(values) < 0) >= 0.75 and values[-1] < values[0]
+    is_loss = losses.min() * 0.5 <= values.min() and values.max() <= losses.max() * 1.5  # False if any is NaN
+    if not is_falling or not is_loss or not late.mean() < early.mean() < math.inf:
         return None
-    sign = -1 if schedule.mode == "max" else 1
-    is_contrary = np.mean(np.diff(values) * sign > 0) >= 0.75 and (values[-1] - values[0]) * sign > 0
-    is_loss = losses.min() * 0.5 <= values.min() and values.max() <= losses.max() * 1.5
-    if sign == 1 or not is_contrary or losses[half:].mean() >= losses[:half].mean() or not is_loss:
-        return None
-    return failed(
-        f"The metric of ReduceLROnPlateau falls from {values[0]:.3g} to {values[-1]:.3g}, as the loss does, and "
-        f'mode="{schedule.mode}" takes that for a plateau.',
-        where=lab.seen.line_of(schedule) or acts[0].line,
-        remedy='pass mode="min" for a loss or an error.',
-    )
+    words = f"The metric of ReduceLROnPlateau falls from {values[0]:.3g} to {values[-1]:.3g}, as the loss does, and"
+    where, remedy = seen.line_of(schedule) or acts[0].line, 'pass mode="min" for a loss or an error.'
+    return failed(f'{words} mode="max" takes that for a plateau.', where=where, remedy=remedy)
 
 
 # Loss scale and clipping
@@ -583,13 +451,10 @@ def _wrong_way(lab: Lab, schedule: Any) -> Result | None:
 def loss_scale(lab: Lab) -> Result:
     """Is the loss scaled up in half precision, and is the scale divided out before the update?"""
     seen = lab.seen
-    scales = [a for a in seen.acts if a.kind == "scaler scale" and "scale" in a.numbers]
-    is_half = any(call.autocast == torch.float16 for call in seen.calls)
-    if not scales:
-        if not is_half:
-            return not_applicable("No pass is in float16.")
-        return _underflow(lab, 1.0, "autocast to float16 without a gradient scaler")
-    line = scales[0].line
+    acts = [a for a in seen.acts if a.kind == "scaler scale" and "scale" in a.numbers]
+    if not acts:
+        is_half = any(call.autocast == torch.float16 for call in seen.calls)
+        return _underflow(lab) if is_half else not_applicable("No pass is in float16.")
     is_scaled, n_wrong, n_updates = False, 0, 0
     for event in seen.events:
         if isinstance(event, Backward):
@@ -598,49 +463,38 @@ def loss_scale(lab: Lab) -> Result:
             is_scaled = False
         elif isinstance(event, Update) and is_real(event):
             n_wrong, n_updates = n_wrong + is_scaled, n_updates + 1
-    if n_wrong and n_wrong >= 0.9 * n_updates:
-        lines = sorted({u.line for u in real_updates(seen)} - {""})
-        return failed(
-            f"{n_wrong} of {n_updates} updates use gradients {scales[-1].numbers['scale']:.3g} times too large.",
-            where=", ".join(lines) or line,
-            remedy="call scaler.step(optimizer) and scaler.update() instead of optimizer.step().",
-        )
+    scales = [a.numbers["scale"] for a in acts]
     values = np.array([a.numbers["scale"] for a in seen.acts if a.kind == "scaler update" and "scale" in a.numbers])
+    smallest = torch.finfo(torch.float16).tiny
+    if n_wrong and n_wrong >= 0.9 * n_updates:
+        words = f"{n_wrong} of {n_updates} updates use gradients {scales[-1]:.3g} times too large."
+        remedy = "call scaler.step(optimizer) and scaler.update() instead of optimizer.step()."
+        lines = sorted({u.line for u in real_updates(seen)} - {""}) or [acts[0].line]
+        return failed(words, where=", ".join(lines), remedy=remedy)
     if len(values) >= 16 and (np.diff(values) < 0).all() and values[-1] < 1:
-        return failed(
-            f"The scale fell in each of {len(values)} steps, to {values[-1]:.3g}: the gradient is not finite.",
-            where=line,
-            remedy="look for the first value that is not finite; no scale can help.",
-        )
-    least = min(a.numbers["scale"] for a in scales)
-    if least < _SMALLEST:
-        return failed(
-            f"The scale is {least:.3g}, so that even a derivative of 1 is below the smallest normal number of float16, "
-            f"{_SMALLEST:.3g}.",
-            where=seen.line_of(scales[0].of) or line,
-            remedy="begin with the default scale, 65,536.",
-        )
-    return passed(f"The scale is {least:.4g} to {max(a.numbers['scale'] for a in scales):.4g}, and is divided out.")
+        words = f"The scale fell in each of {len(values)} steps, to {values[-1]:.3g}: the gradient is not finite."
+        remedy = "look for the first value that is not finite; no scale can help."
+        return failed(words, where=acts[0].line, remedy=remedy)
+    if min(scales) < smallest:
+        words = f"The scale is {min(scales):.3g}: a derivative of 1 is below the smallest normal number of float16"
+        where, remedy = seen.line_of(acts[0].of) or acts[0].line, "begin with the default scale, 65,536."
+        return failed(f"{words}, {smallest:.3g}.", where=where, remedy=remedy)
+    return passed(f"The scale is {min(scales):.4g} to {max(scales):.4g}, and is divided out.")
 
 
-def _underflow(lab: Lab, scale: float, words: str) -> Result:
+def _underflow(lab: Lab) -> Result:
     """Return a failure if entries of the gradient are 0 that are not 0 with a scale."""
-    of = lab.taped()
-    parameters = [p for p in lab.model.parameters() if p.requires_grad]
-    call = of.calls[0]
-    with lab.undisturbed(call, trains=True, gradients=True):
+    of, parameters = lab.taped(), [p for p in lab.model.parameters() if p.requires_grad]
+    with lab.undisturbed(of.calls[0], trains=True, gradients=True):
         loss = lab.loss(of)
-        first = torch.autograd.grad(loss * scale, parameters, retain_graph=True, allow_unused=True)
-        zero = [None if g is None else g == 0 for g in first]
-        second = torch.autograd.grad(loss * 2.0**12, parameters, allow_unused=True)
-    both = [(z, g) for z, g in zip(zero, second, strict=True) if z is not None and g is not None]
-    n = sum(int(((g != 0) & torch.isfinite(g)).sum()) for _, g in both)
-    lost = sum(int((z & (g != 0) & torch.isfinite(g)).sum()) for z, g in both)
-    share = lost / max(1, n)
-    found = f"{fine_percent(share)} of the entries of the gradient are 0 that are not with a scale of 4,096"
-    if share > 0.1:
-        return failed(f"{found} ({words}).", where=call.line, remedy="use torch.amp.GradScaler.")
-    return passed(f"{found} ({words}).")
+        plain = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+        scaled = torch.autograd.grad(loss * 2.0**12, parameters, allow_unused=True)
+    both = [(a, b) for a, b in zip(plain, scaled, strict=True) if a is not None and b is not None]
+    known = [(b != 0) & torch.isfinite(b) for _, b in both]
+    n_lost = sum(int((mine & (a == 0)).sum()) for mine, (a, _) in zip(known, both, strict=True))
+    share = n_lost / max(1, sum(int(mine.sum()) for mine in known))
+    words = f"Without a scaler, {fine_percent(share)} of the entries of the gradient are 0 that are not times 4,096."
+    return failed(words, where=of.calls[0].line, remedy="use torch.amp.GradScaler.") if share > 0.1 else passed(words)
 
 
 @contract("clipping_order")
@@ -650,64 +504,49 @@ def clipping_order(lab: Lab) -> Result:
     clips = [a for a in seen.acts if a.kind == "clip"]
     if not clips:
         return not_applicable("No gradient is clipped by a function of PyTorch.")
-    n = counted(len(clips), "clipping")
-    counts = dict.fromkeys(("late", "scaled", "empty", "early", "local"), 0)
-    for i, event in enumerate(seen.events):
-        if not isinstance(event, Act) or event.kind != "clip":
-            continue
-        mine = {*event.of}
-        before = _kinds(seen.events[:i][::-1], mine, ("p",))
-        after = _kinds(seen.events[i + 1 :], mine, ("p",))
-        counts["empty"] += not mine
-        counts["late"] += "u" in before and "u" not in after and "c" not in before
-        scale = next((e.scale for e in seen.events[:i][::-1] if isinstance(e, Backward)), 1.0)
-        is_scaled = scale > 1 and "n" not in before and "n" in after
-        counts["scaled"] += is_scaled and event.numbers["limit"] < scale / 100
-        counts["local"] += "r" in after and "u" in after and after.index("r") < after.index("u")
-        counts["early"] += after.endswith("p") and not {*"uz"} & {*after} and not {*"u"} & {*before}
-    share = {name: value / len(clips) for name, value in counts.items()}
-    where = clips[0].line or "the clipping"
+    counts = dict.fromkeys(("empty", "late", "scaled", "local", "early"), 0)
+    for i, clip in enumerate(seen.events):
+        if isinstance(clip, Act) and clip.kind == "clip":
+            letters = _letters(seen, {*clip.of})
+            before, (after, again, _) = letters[:i].rpartition("p")[2], letters[i + 1 :].partition("p")
+            scale = next((e.scale for e in reversed(seen.events[:i]) if isinstance(e, Backward)), 1.0)
+            is_scaled = scale > 1 and "n" not in before and "n" in after
+            counts["empty"] += not clip.of
+            counts["late"] += "u" in before and "u" not in after and "c" not in before
+            counts["scaled"] += is_scaled and clip.numbers["limit"] < scale / 100
+            counts["local"] += "r" in after.partition("u")[0] and "u" in after
+            counts["early"] += bool(again) and not {*"uz"} & {*after} and "u" not in before
+    n, where = counted(len(clips), "clipping"), clips[0].line or "the clipping"
     k = len(seen.passes) / max(1, len(real_updates(seen)))
     scale = max((each.scale for each in seen.passes), default=1.0)
-    limit, norms = clips[0].numbers["limit"], [c.numbers["norm"] for c in clips if math.isfinite(c.numbers["norm"])]
-    largest = f", norms up to {max(norms):.3g} against a limit of {limit:.3g}" if norms else ""
-    lines = {each.line for each in seen.passes}
+    norms = [c.numbers["norm"] for c in clips if math.isfinite(c.numbers["norm"])]
+    largest = f", norms up to {max(norms):.3g} against a limit of {clips[0].numbers['limit']:.3g}" if norms else ""
+    is_accumulated = k >= 1.9 and len({each.line for each in seen.passes}) == 1
+    least = dict.fromkeys(counts, 0.9) | {"early": 0.9 * (k - 1) / k if is_accumulated else math.inf}
+    too_large = f"see gradients {scale:.3g} times too large, as the scale is divided out afterwards{largest}"
+    between = f"come between the {round(k)} passes of an update: the first are clipped again with the later ones"
     for name, words, remedy in (
         ("empty", "have no parameters, as their generator was used up", "pass a list, or a new generator each time."),
         ("late", "come after the update, whose gradients are not clipped", "clip before step()."),
-        (
-            "scaled",
-            f"see gradients {scale:.3g} times too large, as the scale is divided out afterwards{largest}",
-            "call scaler.unscale_(optimizer) before it.",
-        ),
+        ("scaled", too_large, "call scaler.unscale_(optimizer) before it."),
         ("local", "come before the gradients are added over ranks", "clip after the reduction."),
+        ("early", between, "clip once, after the last pass of an update."),
     ):
-        if share[name] > 0.9:
+        if counts[name] > least[name] * len(clips):
             return failed(f"{counts[name]} of {n} {words}.", where=where, remedy=remedy)
-    if k >= 1.9 and len(lines) == 1 and share["early"] > 0.9 * (k - 1) / k:
-        return failed(
-            f"{counts['early']} of {n} come between the {round(k)} passes of an update, of which the first are clipped "
-            "again with the later ones.",
-            where=where,
-            remedy="clip once, after the last pass of an update.",
-        )
     return passed(f"{n} come after the passes and before the update{largest}.")
 
 
-def _kinds(events: Any, mine: set[int], ends: tuple[str, ...]) -> str:
-    """Return the kinds of events up to the next pass: p pass, u update, c clip, n unscale, r reduction, z clearing."""
-    found = ""
-    for each in events:
-        if isinstance(each, Backward):
-            kind = "p"
-        elif isinstance(each, Update):
-            held = {id(p) for g in each.optimizer.param_groups for p in g["params"]}
-            kind = "u" if is_real(each) and held & mine else ""
-        else:
-            kind = {"clip": "c", "scaler unscale": "n", "reduce": "r", "clear": "z"}.get(each.kind, "")
-            if kind == "c" and not {*each.of} & mine:
-                kind = ""
-        found += kind
-        if kind in ends:
-            break
-    return found
+def _letters(seen: Observer, mine: set[int]) -> str:
+    """Return a letter for each event of parameters: pass, update, clip, scale (n), reduction, clearing (z), other."""
+
+    def letter(event: Any) -> str:
+        if isinstance(event, Backward):
+            return "p"
+        if isinstance(event, Update):
+            return "u" if is_real(event) and not mine.isdisjoint(map(id, _held(event.optimizer))) else "."
+        if event.kind == "clip":
+            return "." if mine.isdisjoint(event.of) else "c"
+        return {"scaler unscale": "n", "reduce": "r", "clear": "z"}.get(event.kind, ".")
+
+    return "".join(map(letter, seen.events))
