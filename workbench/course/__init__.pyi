@@ -1,11 +1,14 @@
 from .exercises import check as check
 from .exercises import hint as hint
 from .exercises import solution as solution
-from .miswired import MISWIRED as MISWIRED
-from .miswired import miswired as miswired
+from .miswirings import MISWIRED as MISWIRED
+from .miswirings import miswired as miswired
 from .patients import Patient as Patient
 from .patients import board as board
 from .patients import n_patients as n_patients
 from .patients import patient as patient
 from .patients import play as play
 from .scoring import Score as Score
+from .trainings import Training as Training
+from .wiring_cases import WiringCase as WiringCase
+from .wiring_cases import wiring_case as wiring_case

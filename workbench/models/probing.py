@@ -173,11 +173,15 @@ def _names_in(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*map(_names_in, inner))
 
 
+#: Modules of the workbench that are read as a user's script.
+_TRAININGS = ("workbench.course.trainings", "workbench.course.miswirings")
+
+
 @cache
 def is_library(module: str | None) -> bool:
-    """Return whether a module belongs to Python, to an installed package or to the workbench."""
+    """Return whether a module belongs to Python, to an installed package or to the workbench, but not to a training."""
     root = str(module).partition(".")[0]
-    if root == "__main__":
+    if root == "__main__" or module in _TRAININGS:
         return False
     file = getattr(sys.modules.get(root), "__file__", None) or ""
     return root in sys.stdlib_module_names or root == "workbench" or "-packages" in file

@@ -9,12 +9,12 @@ expected = {
     "no causal mask": "causal",
     "padding in the loss": "padding_ignored",
     "head replaced after the optimizer": "optimizer_covers",
-    "positions forgotten": "none",
+    "blocks alone optimized": "none",
     "left in eval mode": "train_mode",
 }
 assert table["broken contracts"].to_dict() == expected
-assert reports["positions forgotten"]["optimizer_covers"].status.value == "could not be tested"
-assert "is that on purpose?" in reports["positions forgotten"]["optimizer_covers"].evidence
+assert reports["blocks alone optimized"]["optimizer_covers"].status.value == "could not be tested"
+assert "is that on purpose?" in reports["blocks alone optimized"]["optimizer_covers"].evidence
 # Every curve falls, and the lowest is that of a model that sees its answers.
 first = {name: run["monitors"]["loss"].values[:5].mean() for name, run in runs.items()}
 assert all(table["last loss"][name] < 0.5 * first[name] for name in runs)
