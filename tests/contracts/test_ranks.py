@@ -1,3 +1,4 @@
+import math
 from unittest import mock
 
 import pytest
@@ -39,7 +40,7 @@ def compared(monkeypatch):
     def compare(contract, *labs):
         found = [ranks._own(lab) for lab in labs]
         for lab in labs:
-            ranks._FOUND[lab] = found
+            lab.of_ranks = found
         return contract(labs[0])
 
     return compare
@@ -121,23 +122,20 @@ def test_one_process_has_no_ranks():
 
 def test_messages_of_two_ranks():
     store = distributed.HashStore()
-    seen = []
-
-    def run(rank):
-        with mock.patch.object(distributed, "get_rank", return_value=rank):
-            seen.append(ranks._exchanged({"rank": rank}))
-
     with (
+        mock.patch.object(ranks, "is_shared", return_value=True),
         mock.patch.object(distributed.distributed_c10d, "_get_default_store", return_value=store),
+        mock.patch.object(distributed, "get_rank", return_value=0),
         mock.patch.object(distributed, "get_world_size", return_value=2),
         mock.patch.object(ranks, "_PATIENCE", 0.2),
     ):
-        store.set("workbench/contracts 1 of 1", '{"rank": 1}')
+        store.set("workbench/contracts 1 of 1", '{"norm": NaN}')
         store.add("workbench/contracts 1 were read", 1)
-        run(0)
-        assert seen == [[{"rank": 0}, {"rank": 1}]]
-        with pytest.raises(distributed.DistStoreError):
-            run(0)
+        own, other = ranks.of_all_ranks({"norm": math.inf}, "contracts")
+        assert own == {"norm": math.inf}
+        assert math.isnan(other["norm"])
+        # The other does not come again.
+        assert ranks.of_all_ranks({"norm": 1.0}, "contracts") == [{"norm": 1.0}]
 
 
 def test_a_rank_that_does_not_come_is_no_failure(monkeypatch):
