@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from workbench.contracts.check import check
-from workbench.contracts.results import CheckReport
+from workbench.contracts.lab import CONTRACTS, all_results, show_progress
+from workbench.contracts.observer import Observer
+from workbench.contracts.results import CheckReport, Result, Status
 
 N_IDS, LENGTH = 24, 12
 
@@ -79,3 +83,29 @@ def checked(model: nn.Module | None = None, loss: Any = lm_loss, batches: Any = 
     model = Model() if model is None else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return check(model, optimizer, tokens() if batches is None else batches, loss, progress=False, **options)
+
+
+def results_of(
+    module: ModuleType, loop: Callable[[], None], n_updates: int, *, sees_all: bool = True
+) -> dict[str, Result]:
+    """Return what the contracts of a module find in the updates of a loop."""
+    found: list[Result] = []
+
+    def ready(seen: Observer) -> None:
+        mine = {id: experiment for id, experiment in CONTRACTS.items() if experiment.__module__ == module.__name__}
+        with mock.patch("workbench.contracts.lab.CONTRACTS", mine):
+            found.extend(all_results(seen, (), show_progress(False)))
+
+    with Observer(n_updates, ready) as seen:
+        seen.sees_all = sees_all
+        loop()
+        seen.finish()
+    return {each.id: each for each in found}
+
+
+def fails(result: Result, *words: str) -> bool:
+    """Whether a contract is broken, with these words in evidence, place or remedy."""
+    said = "; ".join((result.evidence, result.where, result.remedy))
+    assert result.status is Status.FAILED, result
+    assert all(each in said for each in words), said
+    return True

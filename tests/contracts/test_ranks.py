@@ -6,6 +6,7 @@ import torch
 from torch import distributed, nn
 from torch.nn import functional
 
+from tests.contracts.small import fails
 from workbench.contracts import observer, ranks
 from workbench.contracts.lab import Lab, NotTestedError
 from workbench.contracts.observer import Observer
@@ -62,20 +63,13 @@ def test_sound_ranks_keep_all(compared):
 
 
 def test_ranks_with_the_same_data(compared):
-    found = compared(ranks.ranks_see_different_data, *(rank_of(i, data=0) for i in range(2)))
-    assert found.status is Status.FAILED
-    assert "all 3 passes" in found.evidence
+    assert fails(compared(ranks.ranks_see_different_data, *(rank_of(i, data=0) for i in range(2))), "all 3 passes")
 
 
 def test_gradients_that_stay_on_their_rank(compared):
     labs = [rank_of(i) for i in range(2)]
-    found = compared(ranks.gradients_reduced, *labs)
-    assert found.status is Status.FAILED
-    assert "4 of 4 parameters" in found.evidence
-    assert "test_ranks.py" in found.where
-    found = compared(ranks.replicas_equal, *labs)
-    assert found.status is Status.FAILED
-    assert "although none did" in found.evidence
+    assert fails(compared(ranks.gradients_reduced, *labs), "4 of 4 parameters", "test_ranks.py")
+    assert fails(compared(ranks.replicas_equal, *labs), "although none did")
 
 
 @pytest.mark.parametrize(("mean", "status"), [(True, Status.FAILED), (False, Status.PASSED)])
@@ -86,9 +80,7 @@ def test_gradients_of_means_that_are_summed(compared, mean, status):
 
 def test_parameters_that_were_not_broadcast(compared):
     labs = [rank_of(i, first=i, share=same_gradient(0.01)) for i in range(2)]
-    found = compared(ranks.replicas_equal, *labs)
-    assert found.status is Status.FAILED
-    assert "broadcast" in found.remedy
+    assert fails(compared(ranks.replicas_equal, *labs), "broadcast")
 
 
 def test_parts_of_one_model_read_the_same_data(compared):
@@ -106,14 +98,11 @@ def test_whole_parameters_beside_parts_drift(compared):
         model[0].weight.grad *= 1 + float(model[2].weight.mean().round())
 
     labs = [rank_of(i, data=0, split=True, share=share) for i in range(2)]
-    found = compared(ranks.shards_equal, *labs)
-    assert found.status is Status.FAILED
-    assert found.where.startswith("0.")
+    assert fails(compared(ranks.shards_equal, *labs), "although none did", "; 0.", "the whole model")
 
 
 def test_one_seed_for_dropout(compared):
-    labs = [rank_of(i, seed=3) for i in range(2)]
-    assert compared(ranks.random_states, *labs).status is Status.FAILED
+    assert fails(compared(ranks.random_states, *(rank_of(i, seed=3) for i in range(2))), "the same units", "1 draws")
 
 
 def test_one_process_has_no_ranks():
