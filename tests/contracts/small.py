@@ -74,6 +74,10 @@ def next_token(logits: Tensor, ids: Tensor, *, ahead: int = 1, **options: Any) -
     return functional.cross_entropy(logits[:, :-ahead].flatten(0, 1), ids[:, ahead:].flatten(), **options)
 
 
+def class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
 def lm_loss(model: nn.Module, ids: Tensor) -> Tensor:
     return next_token(model(ids), ids)
 

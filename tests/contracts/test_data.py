@@ -3,12 +3,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.contracts.small import N_IDS, Model, checked, lm_loss, next_token, tokens
+from tests.contracts.small import N_IDS, Model, checked, class_loss, lm_loss, next_token, tokens
 from workbench.contracts.results import Status
-
-
-def failed_ids(report):
-    return {each.id for each in report.failed}
 
 
 def test_a_sound_training_breaks_nothing():
@@ -129,25 +125,13 @@ def test_accepted_contracts_are_no_failure():
     assert two_ahead.verdict != "failed"
 
 
-def test_images_that_are_all_the_same():
-    class Classifier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(64, 3)
-
-        def forward(self, x):
-            return self.layer(x.flatten(1))
-
-    def loss(model, batch):
-        return functional.cross_entropy(model(batch[0]), batch[1])
-
-    def batches(n_different):
-        images = torch.randn(n_different, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-        data = [(images[i % n_different], i % 3) for i in range(160)]
-        return torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
-
-    assert checked(Classifier(), loss, batches(5))["batches_differ"].status is Status.FAILED
-    assert checked(Classifier(), loss, batches(160))["batches_differ"].status is Status.PASSED
+@pytest.mark.parametrize(("n_different", "status"), [(5, Status.FAILED), (160, Status.PASSED)])
+def test_images_that_are_all_the_same(n_different, status):
+    images = torch.randn(n_different, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    data = [(images[i % n_different], i % 3) for i in range(160)]
+    batches = torch.utils.data.DataLoader(data, batch_size=32, shuffle=True)
+    classifier = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    assert checked(classifier, class_loss, batches)["batches_differ"].status is status
 
 
 def test_a_template_that_masks_everything():

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contracts.small import LENGTH, Model, checked, lm_loss, next_token, tokens
+from tests.contracts.small import LENGTH, Model, checked, class_loss, lm_loss, next_token, tokens
 from workbench.contracts.results import Status
 
 
@@ -52,19 +52,9 @@ def test_statistics_over_the_batch_mix_examples_and_are_named():
 
 
 def test_batch_norm_is_no_mixture_in_eval_mode():
-    class Classifier(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
-
-        def forward(self, x):
-            return self.layers(x)
-
-    def loss(model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
+    layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     batches = [(torch.randn(6, 8), torch.randint(0, 3, (6,))) for _ in range(4)]
-    report = checked(Classifier(), loss, batches)
+    report = checked(layers, class_loss, batches)
     assert report["examples_independent"].status is Status.PASSED
     assert report["causal"].status is Status.NOT_APPLICABLE
 
@@ -119,14 +109,11 @@ def test_attention_over_examples_instead_of_tokens():
             x = torch.cat([self.first.expand(len(x), 1, -1), x], 1)
             return self.head((x + self.attention(x, x, x)[0])[:, 0])
 
-    def loss(model, batch):
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
     batches = [(torch.randn(6, 5, 16), torch.randint(0, 3, (6,))) for _ in range(4)]
-    found = checked(Encoder(batch_first=False), loss, batches)["examples_independent"]
+    found = checked(Encoder(batch_first=False), class_loss, batches)["examples_independent"]
     assert found.status is Status.FAILED
     assert "not even their own" in found.evidence
-    assert checked(Encoder(batch_first=True), loss, batches)["examples_independent"].status is Status.PASSED
+    assert checked(Encoder(batch_first=True), class_loss, batches)["examples_independent"].status is Status.PASSED
 
 
 @pytest.mark.parametrize("dim", [0, -1])

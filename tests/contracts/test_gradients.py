@@ -59,15 +59,16 @@ def results(loop, n_updates=5):
     return found
 
 
-def trained(model, parameters=None, n=5):
+def trained(model, parameters=None, n=5, *, loss=loss_of, rate=0.1, clears=True):
     def loop():
-        optimizer = torch.optim.SGD(parameters or model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(parameters or model.parameters(), lr=rate)
         for ids, labels in batches(n):
-            optimizer.zero_grad()
-            loss_of(model, ids, labels).backward()
+            loss(model, ids, labels).backward()
             optimizer.step()
+            if clears:
+                optimizer.zero_grad()
 
-    return results(loop)
+    return results(loop, n)
 
 
 def accumulated(scale, n_micro=2, sizes=(4,), cleared_inside=False, reduction="mean"):
@@ -127,16 +128,10 @@ class Returning(Net):
 
 
 def test_an_output_without_a_loss_may_be_on_purpose():
-    model = Returning()
+    def loss(model, ids, labels):
+        return functional.cross_entropy(model(ids)[0].flatten(0, 1), labels.flatten())
 
-    def loop():
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for ids, labels in batches(5):
-            optimizer.zero_grad()
-            functional.cross_entropy(model(ids)[0].flatten(0, 1), labels.flatten()).backward()
-            optimizer.step()
-
-    found = results(loop)
+    found = trained(Returning(), loss=loss)
     assert found["gradients_reach_all"].status is UNKNOWN
     assert "middle.weight" in found["gradients_reach_all"].where
     assert found["modules_used"].status is PASSED
@@ -204,7 +199,8 @@ def test_a_saddle_that_cannot_be_left():
 
 
 def test_the_experiment_restores_every_bit():
-    model = Net(use=lambda net, x: net.middle(x).detach() + x.detach())
+    norm = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(6, 6))
+    model = Net(norm, use=lambda net, x: net.middle(x).detach() + x.detach())
     kept = {}
 
     def ready(seen):
@@ -231,22 +227,15 @@ def gpt2():
     return GPT2LMHeadModel(config)
 
 
-def trained_gpt2(model):
-    def loop():
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for ids, _ in batches(3):
-            optimizer.zero_grad()
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-
-    return results(loop, 3)
+def own_loss(model, ids, labels):
+    return model(input_ids=ids, labels=ids).loss
 
 
 def test_tied_weights():
-    assert trained_gpt2(gpt2())["weights_tied"].status is PASSED
+    assert trained(gpt2(), n=3, loss=own_loss)["weights_tied"].status is PASSED
     model = gpt2()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    found = trained_gpt2(model)["weights_tied"]
+    found = trained(model, n=3, loss=own_loss)["weights_tied"]
     assert found.status is FAILED
     assert "lm_head.weight" in found.where
 
@@ -256,23 +245,19 @@ def test_means_of_equal_micro_batches_have_the_right_weight():
     assert accumulated(lambda n: 1 / n, sizes=(2, 7), reduction="sum")["accumulation"].status is PASSED
 
 
-def test_a_sum_of_means():
-    found = accumulated(lambda n: 1.0)["accumulation"]
+@pytest.mark.parametrize(
+    ("scale", "options", "words", "proof"),
+    [
+        (lambda n: 1.0, {}, "add up to 2", "The norm of the gradient"),
+        (lambda n: 1 / n / 2, {"sizes": (2, 7), "reduction": "sum"}, "add up to 0.5", "The norm of the gradient"),
+        (lambda n: 1 / 2, {"sizes": (2, 7)}, "3.5 times", "% of its norm"),
+    ],
+)
+def test_a_sum_of_means_one_that_is_divided_again_and_a_mean_of_means(scale, options, words, proof):
+    found = accumulated(scale, **options)["accumulation"]
     assert found.status is FAILED
-    assert "add up to 2" in found.evidence
-
-
-def test_a_mean_that_is_divided_again():
-    found = accumulated(lambda n: 1 / n / 2, sizes=(2, 7), reduction="sum")["accumulation"]
-    assert found.status is FAILED
-    assert "add up to 0.5" in found.evidence
-
-
-def test_a_mean_of_means_of_uneven_micro_batches():
-    found = accumulated(lambda n: 1 / 2, sizes=(2, 7))["accumulation"]
-    assert found.status is FAILED
-    assert "3.5 times" in found.evidence
-    assert "% of its norm" in found.proof
+    assert words in found.evidence
+    assert proof in found.proof
 
 
 def test_two_losses_of_one_update_may_be_added():
@@ -299,15 +284,7 @@ def test_gradients_that_are_cleared_in_each_micro_batch():
 
 
 def test_gradients_that_are_never_cleared():
-    model = Net()
-
-    def loop():
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for ids, labels in batches(5):
-            loss_of(model, ids, labels).backward()
-            optimizer.step()
-
-    found = results(loop)["gradients_cleared"]
+    found = trained(Net(), rate=0.01, clears=False)["gradients_cleared"]
     assert found.status is FAILED
     assert "4 of 4 updates" in found.evidence
 
@@ -372,16 +349,8 @@ class Branching(nn.Module):
 def compiled(inner):
     torch._dynamo.reset()
     model = Net(inner)
-    found = {}
-    with Observer(
-        3, lambda seen: found.update({each.id: each for each in all_results(seen, (), show_progress(False))})
-    ) as seen:
-        whole, optimizer = torch.compile(model, backend="eager"), torch.optim.SGD(model.parameters(), lr=0.1)
-        for ids, labels in batches(3):
-            optimizer.zero_grad()
-            loss_of(whole, ids, labels).backward()
-            optimizer.step()
-        seen.finish()
+    whole = torch.compile(model, backend="eager")
+    found = trained(model, n=3, loss=lambda model, ids, labels: loss_of(whole, ids, labels))
     return found["compiled_equals_eager"]
 
 
@@ -406,17 +375,10 @@ class Routed(nn.Module):
 
 
 def routed(is_added=True, **options):
-    model = Net(Routed(**options))
+    def loss(model, ids, labels):
+        return loss_of(model, ids, labels) + (0.01 * model.middle.aux_loss if is_added else 0)
 
-    def loop():
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for ids, labels in batches(4):
-            optimizer.zero_grad()
-            loss = loss_of(model, ids, labels)
-            (loss + 0.01 * model.middle.aux_loss if is_added else loss).backward()
-            optimizer.step()
-
-    return results(loop, 4)["balance_loss"]
+    return trained(Net(Routed(**options)), n=4, loss=loss)["balance_loss"]
 
 
 def test_balance_losses_that_modules_keep():
@@ -436,7 +398,7 @@ def mixture(**options):
         vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, num_local_experts=2, use_cache=False, **options,
     )  # fmt: skip
-    return trained_gpt2(MixtralForCausalLM(config))["balance_loss"]
+    return trained(MixtralForCausalLM(config), n=3, loss=own_loss)["balance_loss"]
 
 
 def test_the_balance_loss_of_a_mixture_of_experts():

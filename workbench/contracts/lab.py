@@ -161,6 +161,8 @@ class Lab:
         module = bare(call.module)
         with ExitStack() as stack:
             stack.callback(reshard, module)  # gathered parameters would be taken for those of the model
+            if trains:
+                stack.enter_context(restored_buffers(module))
             stack.enter_context(undisturbed(module))
             if gradients:
                 stack.enter_context(torch.enable_grad())
@@ -257,6 +259,18 @@ class Lab:
         autocast = None if self._runs_in_float32 else self.call.autocast
         eps = max(torch.finfo(kind).eps for kind in (values.dtype, autocast) if kind is not None)
         return 64 * eps * float(values.abs().amax())
+
+
+@contextmanager
+def restored_buffers(module: nn.Module) -> Iterator[None]:
+    """Restore buffers, also the statistics of norms over the batch, which operations write without saying so."""
+    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 def arguments(call: Call) -> list[Tensor]:
