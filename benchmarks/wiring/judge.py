@@ -74,7 +74,7 @@ def has_place(case: dict[str, Any], check: dict[str, Any]) -> bool:
     lines = [int(line) for line in re.findall(rf"{re.escape(name)}:(\d+)", said)]
     if any(line in changed_lines(case) for line in lines):
         return True
-    words = [word for word in re.split(r"[\s,;()]+", case["where"]) if len(word) > 2 and word != "line"]
+    words = [word for word in re.split(r"[\s,;()]+", case["where"]) if len(word) > 1 and word != "line"]
     return any(word.lower() in said.lower() for word in words)
 
 

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.contracts.small import Model, checked, next_token
 from workbench.contracts import learning
 from workbench.contracts.lab import Lab, NotTestedError
 from workbench.contracts.observer import Observer
@@ -130,3 +131,49 @@ def test_weights_of_another_training_are_a_question(tmp_path):
 
 def test_a_file_of_a_model_that_is_not_trained(tmp_path):
     assert learning.resume(resumed(tmp_path, [])).status is Status.NOT_APPLICABLE
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, with a gradient of the other sign."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def test_steps_down_the_gradient_fit_a_batch():
+    found = checked()["overfits_one_batch"]
+    assert found.status is Status.PASSED
+    assert "take its loss" in found.evidence
+    assert "slope is 1" in found.evidence or "slope is 0.99" in found.evidence
+
+
+def test_a_backward_pass_that_is_no_derivative_is_a_question():
+    class Backward(Model):
+        def forward(self, ids):
+            return Reversed.apply(super().forward(ids))
+
+    found = checked(Backward())["overfits_one_batch"]
+    assert (found.status, found.where) == (Status.NOT_TESTED, "Reversed")
+    assert "-1 times as fast" in found.evidence
+
+
+def test_a_loss_that_rises_along_its_gradient():
+    def loss(model, ids):
+        logits = model(ids)
+        return next_token(2 * logits.detach() - logits, ids)  # the same value, with the other sign in the gradient
+
+    found = checked(loss=loss)["overfits_one_batch"]
+    assert found.status is Status.FAILED
+    assert "detach()" in found.remedy
+
+
+def test_fitting_a_batch_leaves_the_parameters_as_they_were():
+    model = Model()
+    before = [p.detach().clone() for p in model.parameters()]
+    checked(model)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))

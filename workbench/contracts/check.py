@@ -19,6 +19,7 @@ from workbench.contracts import dependence as dependence
 from workbench.contracts import gradients as gradients
 from workbench.contracts import learning as learning
 from workbench.contracts import modes as modes
+from workbench.contracts import numbers as numbers
 from workbench.contracts import ranks as ranks
 from workbench.contracts import updates as updates
 from workbench.contracts.lab import CONTRACTS, all_results, show_progress

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.func import functional_call
 from workbench.contracts.observer import Backward, Call, Observer
 from workbench.contracts.results import Result, Status
 from workbench.contracts.tape import Tape
-from workbench.contracts.token_labels import TokenLabels
+from workbench.contracts.token_labels import IGNORED, TokenLabels
 from workbench.formatting import capitalized
 from workbench.io.progress import Progress
 from workbench.models.calling import bare
@@ -26,6 +27,8 @@ from workbench.models.readable_weights import reshard
 
 #: Most forward passes of all experiments on one training, each counted as one pass of the user's batch.
 MOST_PASSES = 25
+#: Share of the labels that are the next ids of a decoder.
+_NEARLY_ALL = 0.98
 #: Words in the names of arguments that are labels, masks or positions, and no inputs.
 _TARGETS = ("label", "target", "mask", "position", "type", "segment")
 _NOT_SEEN = "how the loss follows from the outputs of the model was not seen"
@@ -83,30 +86,38 @@ class Lab:
         return self.tokens_of(self.call)
 
     def tokens_of(self, call: Call) -> Tensor:
-        """Return the ids that a call received, shape (batch, token): those of the embedding with the most entries."""
-        shape = None if call.token_labels is None else tuple(call.token_labels.labels.shape)
-        sizes = {name: module for name, module in bare(call.module).named_modules() if isinstance(module, nn.Embedding)}
-        fitting = [
-            (name, ids)
-            for name, ids in call.tokens.items()
-            if ids.ndim == 2 and (shape is None or len(shape) != 2 or tuple(ids.shape) == shape)
+        """Return the ids that a call received, shape (batch, token): those of which the labels are the next, if any.
+
+        Otherwise they are ids of the embedding with the most entries that are an argument of the call, if any.
+        """
+        labels = None if call.token_labels is None else call.token_labels.labels
+        shape = None if labels is None or labels.ndim != 2 else labels.shape
+        embeddings = [(n, m) for n, m in bare(call.module).named_modules() if isinstance(m, nn.Embedding)]
+        sizes = {bare_name(name): each.num_embeddings for name, each in embeddings}
+        given = [
+            value
+            for name, value in [*enumerate(call.args), *call.kwargs.items()]
+            if isinstance(value, Tensor)
+            and value.dtype in (torch.int64, torch.int32)
+            and not any(word in str(name) for word in _TARGETS)
         ]
-        if not fitting:  # compiled modules show no embeddings
-            named = [*enumerate(call.args), *call.kwargs.items()]
-            fitting = [
-                ("", value)
-                for name, value in named
-                if isinstance(value, Tensor)
-                and value.dtype in (torch.int64, torch.int32)
-                and tuple(value.shape) == shape
-                and not any(word in str(name) for word in _TARGETS)
-            ][:1]
+        fitting = [
+            (any(ids.shape == t.shape and torch.equal(ids, t) for t in given), sizes.get(bare_name(name), 0), ids)
+            for name, each in call.tokens.items()
+            for ids in each
+            if ids.ndim == 2 and not ids.is_floating_point() and (shape is None or ids.shape == shape)
+        ]
+        # Compiled modules show no embeddings.
+        fitting = fitting or [(True, 0, each) for each in given if each.shape == shape][:1]
         if not fitting:
             raise NotTestedError("the model receives no ids of shape (batch, token) at the positions of its loss")
-        if len(fitting) == 1:
-            return fitting[0][1]
-        names = {bare_name(name): name for name in sizes}
-        return max(fitting, key=lambda each: sizes[names.get(bare_name(each[0]), next(iter(sizes)))].num_embeddings)[1]
+        if labels is not None and shape is not None:
+            counts = labels[:, :-1] != IGNORED
+            for _, _, ids in fitting:
+                is_next = labels[:, :-1][counts] == ids[:, 1:].cpu()[counts]
+                if is_next.numel() and float(is_next.double().mean()) > _NEARLY_ALL:
+                    return ids
+        return max(fitting, key=lambda each: each[:2])[2]
 
     # Passes
 
@@ -118,7 +129,7 @@ class Lab:
         args, kwargs = call.args if args is None else args, call.kwargs if kwargs is None else kwargs
         with self.undisturbed(call):
             if self._runs_in_float32:
-                self._count()
+                self.count_pass()
                 module = bare(call.module)
                 held = dict((*module.named_parameters(), *module.named_buffers()))
                 short = {
@@ -134,7 +145,8 @@ class Lab:
                 output = self.run(call, args, kwargs)
             return [each.detach() for each in tensors_in(output) if each.is_floating_point()]
 
-    def _count(self) -> None:
+    def count_pass(self) -> None:
+        """Count a pass, of which there is a limit."""
         self.n_passes += 1
         if self.n_passes > MOST_PASSES:
             raise NotTestedError(f"the experiments have made {MOST_PASSES} passes, the most that they may")
@@ -143,7 +155,7 @@ class Lab:
         self, call: Call, args: tuple | None = None, kwargs: Mapping[str, Any] | None = None, *, is_bare: bool = True
     ) -> Any:
         """Call the module of a call again, without its wrappers if it is bare, unprotected; see `undisturbed`."""
-        self._count()
+        self.count_pass()
         module = bare(call.module) if is_bare else call.module
         kind = next(module.parameters()).device.type
         with torch.autocast(kind, call.autocast, enabled=call.autocast is not None):
@@ -230,6 +242,8 @@ class Lab:
             return type(value)(change(each) for each in value) if type(value) in (tuple, list) else value
 
         args, kwargs = change(tuple(call.args)), change(dict(call.kwargs))
+        if not found and "decoder_input_ids" in signature(bare(call.module).forward).parameters:
+            return args, {**kwargs, "decoder_input_ids": new}
         if not found:
             raise NotTestedError("the ids that the embedding receives are no argument of the model")
         return args, kwargs

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, passed
-from workbench.contracts.observer import Backward, Update, digest
+from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, not_tested, passed
+from workbench.contracts.observer import MOST_BYTES, Backward, Update, digest
 from workbench.contracts.results import Result
-from workbench.formatting import number_in_words
-from workbench.models.calling import bare
+from workbench.formatting import counted, number_in_words
+from workbench.models.calling import bare, is_split
 from workbench.models.losses import tensors_in
+from workbench.models.probing import is_library
 
 #: Names of functions that measure an error, which no training makes larger.
 _ERRORS = ("_loss", "cross_entropy", "with_logits", "pow", "square", "abs", "kl_div")
 #: Least number of updates for a statement.
 _LEAST = 3
+#: Steps that try to fit one batch, and what a measured slope may differ from that of the gradient.
+_N_FITTING, _SLOPE = 5, 0.1
 
 
 @contract("descends")
@@ -40,9 +44,8 @@ def descends(lab: Lab) -> Result:
         if len(updates) < _LEAST or not all(update.cosine > 0 for update in updates):
             continue
         words = f"All {len(updates)} updates go up their gradient, the first with the cosine {updates[0].cosine:.2g}"
-        tape = next((one.tape for one in seen.passes if one.tape is not None and one.tape.is_complete), None)
-        is_error = tape is not None and any(name.endswith(_ERRORS) for name in tape.functions)
-        if len(found) > 1 or not is_error:
+        tapes = [one for one in seen.passes if one.tape is not None and one.tape.is_complete]
+        if len(found) > 1 or not tapes or not _is_error(tapes[0]):
             raise NotTestedError(f"{words[0].lower()}{words[1:]}: is the loss to be maximized?")
         losses = [one.loss for one in seen.passes]
         return failed(
@@ -53,6 +56,108 @@ def descends(lab: Lab) -> Result:
     updates = max(found.values(), key=len)
     n = sum(update.cosine < 0 for update in updates)
     return passed(f"{n} of {len(updates)} updates go down their gradient, the last with {updates[-1].cosine:.2g}.")
+
+
+@contract("overfits_one_batch")
+def overfits_one_batch(lab: Lab) -> Result:
+    """On a copy, do steps down the gradient of one batch lower its loss, at first as fast as the gradient says?
+
+    The slope is measured by a step in each direction that should change the loss by a thousandth. Then steps begin with
+    one that should lower it by a tenth; one that raises it is repeated with a quarter of its length. PyTorch's
+    derivatives are exact, so that only functions with a backward pass of their own, and detached parts, give others.
+    """
+    of, model = lab.taped(), lab.model
+    assert of.tape is not None
+    calls = of.tape.calls
+    if len({id(bare(call.module)) for call in calls}) > 1 or not _is_error(of):
+        raise NotTestedError("the loss is not one error of the outputs of one model")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if is_split(model) or sum(p.numel() * p.element_size() for p in trained) > MOST_BYTES:
+        raise NotTestedError("no copy of the parameters was made: they are sharded, or large")
+    own, functions = [p.data for p in trained], list[str]()
+    gradients: list[Tensor] = []
+
+    def value(*, gradient: bool = False) -> float:
+        nonlocal gradients, functions
+        with lab.undisturbed(calls[0], trains=True, gradients=gradient):
+            loss = lab.loss(of) / of.scale
+            if gradient:
+                functions = _own_functions(loss)
+                gradients = [*torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)]
+            return float(loss.detach())
+
+    def move(step: float) -> None:
+        for p, g in zip(trained, gradients, strict=True):
+            p.data = p.data - step * g.to(p.data)
+
+    try:
+        first = before = value(gradient=True)
+        square = sum(float(g.double().square().sum()) for g in gradients)
+        if not math.isfinite(first * square) or not square:
+            raise NotTestedError("the gradient of the batch is 0, or not finite")
+        is_exact = calls[0].autocast is None and all(p.element_size() >= 4 for p in trained)
+        slopes = []
+        for step in (1e-3 * abs(first) / square, 5e-4 * abs(first) / square) if is_exact else ():
+            ends = []
+            for sign in (1, -2):
+                move(sign * step)
+                ends.append(value())
+            move(step)
+            slopes.append((ends[1] - ends[0]) / (2 * step * square))
+            if abs(slopes[0] - 1) < _SLOPE:
+                break
+        step, n = 0.1 * abs(first) / square, 0
+        for _ in range(_N_FITTING):
+            move(step)
+            after = value()
+            if after < before:
+                before, n = after, n + 1
+                continue
+            move(-step)
+            step /= 4
+    finally:
+        for p, data in zip(trained, own, strict=True):
+            p.data = data
+    if not n and not is_exact:
+        raise NotTestedError("in half precision, no step down the gradient of a batch lowers its loss")
+    where = ", ".join(functions) or lab.seen.place_of_loss
+    if not n and not functions:
+        return failed(
+            f"No step down the gradient of a batch lowers its loss, {first:.4g}; the measured slope is {slopes[0]:.3g} "
+            "times that of the gradient.",
+            where=where,
+            remedy="look for detach() and .data on the way from the parameters to the loss.",
+        )
+    if not n or (len(slopes) > 1 and abs(slopes[0] - slopes[1]) < _SLOPE and abs(slopes[1] - 1) > _SLOPE):
+        words = f"The loss of a batch changes {slopes[-1]:.3g} times as fast as its gradient says"
+        why = f"the backward pass of {where}" if functions else "what is detached from the gradient"
+        return not_tested(f"{words}; is {why} meant to be no derivative?", where=where)
+    slope = f"; the measured slope is {slopes[0]:.4g} times that of the gradient" if slopes else ""
+    return passed(
+        f"On a copy, {counted(n, 'step')} down the gradient of one batch take{'s' * (n == 1)} its loss from "
+        f"{first:.4g} to {before:.4g}{slope}."
+    )
+
+
+def _is_error(of: Backward) -> bool:
+    """Return whether a loss is a function that measures an error, as far as its operations were recorded."""
+    names = [] if of.tape is None else of.tape.functions
+    return any(name.endswith(_ERRORS) for name in names) or bool(of.calls and of.calls[0].loss is not None)
+
+
+def _own_functions(loss: Tensor) -> list[str]:
+    """Return the functions of a graph that belong to no package and have a backward pass of their own."""
+    found, waiting, known = list[str](), [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in known:
+            continue
+        known.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        kind = getattr(node, "_forward_cls", None)
+        if kind is not None and not is_library(kind.__module__):
+            found.append(kind.__name__)
+    return [*dict.fromkeys(found)]
 
 
 @contract("rate_in_range")

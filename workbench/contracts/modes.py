@@ -1,15 +1,14 @@
-"""Contracts of modes and numbers: the first loss, train and eval mode, values that are not finite, rounding."""
+"""Contracts of modes: the first loss, train and eval mode."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, not_tested, passed
@@ -19,7 +18,6 @@ from workbench.contracts.results import Result
 from workbench.formatting import number_in_words
 from workbench.models.calling import bare
 from workbench.models.losses import tensors_in
-from workbench.probes.failed_pass import first_bad_tensor
 
 #: Functions of torch that only give a tensor another shape, between probabilities and a loss.
 _SHAPES = (
@@ -34,8 +32,6 @@ _SHAPES = (
     "contiguous",
     "__getitem__",
 )
-#: Largest value in float16, half of what it can hold, that leaves room for growth.
-_MOST_HALF = 32752.0
 #: Least excess, in nats, of a first loss over that of a uniform guess that is too large.
 _LEAST_EXCESS = 2.0
 
@@ -303,100 +299,3 @@ def _is_trained_on(lab: Lab, look: Look) -> bool:
             if grows and len(theirs) == len(mine) and torch.equal(theirs[:, : mine.shape[1]], mine):
                 return True
     return False
-
-
-# Numbers
-
-
-@contract("finite")
-def finite(lab: Lab) -> Result:
-    """Are all losses and outputs of the observed passes finite?
-
-    Otherwise the pass is repeated, and the first tensor that is not finite is looked for.
-    """
-    bad = [call for call in lab.seen.calls if call.reached and call.has_nan]
-    losses = [each for each in lab.seen.passes if not each.is_finite]
-    if not bad and not losses:
-        n = len(lab.seen.passes)
-        if not n:
-            raise NotTestedError("no backward pass was seen")
-        words = f"The losses of {n} passes are finite, and no output has NaN"
-        name, size = _largest_half(lab)
-        if size > _MOST_HALF:
-            return failed(
-                f"{words}, but values in float16 reach {size:.3g} of at most 65,504: twice of that is infinite.",
-                where=name,
-                remedy="scale the inputs, normalise before the module, or compute it in bfloat16.",
-            )
-        return passed(f"{words}.")
-    words = f"The loss of {len(losses)} of {len(lab.seen.passes)} passes is not finite"
-    if not losses:
-        words = f"{len(bad)} of {len(lab.seen.calls)} outputs have NaN, and all losses are finite"
-    line = next((each.line for each in losses), "")
-    where = f"the loss ({line})"
-    for call in bad:
-        where = type(bare(call.module)).__name__
-        if not call.is_kept:
-            continue
-        if any(not torch.isfinite(t).all() for t in tensors_in([call.args, call.kwargs]) if t.is_floating_point()):
-            if all(bool(torch.isfinite(p).all()) for p in call.module.parameters()):
-                return not_tested(f"{words}: inputs are not, and no parameter is spoiled; are they skipped on purpose?")
-            where = f"the inputs of the model before update {call.update + 1}"
-            break
-        if (found := _first_bad(lab, call)) is not None:
-            where = found
-            break
-    return failed(f"{words}.", where=where, remedy="mask with a large finite number, guard divisions and logarithms.")
-
-
-def _largest_half(lab: Lab) -> tuple[str, float]:
-    """Return the module with the largest absolute value in float16 in a pass, given or returned, and the value."""
-    found = ("", 0.0)
-    calls = [call for call in lab.seen.calls if call.reached and call.is_kept][-1:]
-    for call in calls:
-        model = bare(call.module)
-        if call.autocast != torch.float16 and all(p.dtype != torch.float16 for p in model.parameters()):
-            continue
-
-        def note(name: str, module: nn.Module, args: tuple, output: Any) -> None:
-            nonlocal found
-            given = args if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) else ()
-            made = [*tensors_in(output)]
-            if any(t.dtype == torch.float16 for t in made):
-                size = max((float(t.abs().amax()) for t in [*tensors_in(given), *made] if t.numel()), default=0.0)
-                found = max(found, (name, size), key=lambda each: each[1])
-
-        handles = [m.register_forward_hook(partial(note, n)) for n, m in model.named_modules()]
-        try:
-            with lab.undisturbed(call):
-                lab.run(call)
-        finally:
-            for handle in handles:
-                handle.remove()
-    return found
-
-
-def _first_bad(lab: Lab, call: Call) -> str | None:
-    """Return the first tensor of a call that is not finite; None if other parameters give none."""
-
-    def total(module: nn.Module) -> Tensor:
-        kind = next(module.parameters()).device.type
-        with torch.autocast(kind, call.autocast, enabled=call.autocast is not None):
-            output = module(*call.args, **call.kwargs)
-        return torch.stack([t.float().sum() for t in tensors_in(output) if t.requires_grad]).sum()
-
-    lab.n_passes += 2
-    model, generator = bare(call.module), torch.Generator().manual_seed(0)
-    spoiled = [(p, p.data) for p in model.parameters() if not bool(torch.isfinite(p).all())]
-    try:
-        for p, data in spoiled:  # by an update after the pass; other numbers show what does not depend on them
-            p.data = (0.02 * torch.randn(p.shape, generator=generator)).to(data)
-        with lab.undisturbed(call, trains=True, gradients=True):
-            found = first_bad_tensor(model, total)
-    finally:
-        for p, data in spoiled:
-            p.data = data
-    if found is None:
-        return None
-    operation = f" of {found.operation}" if found.operation else ""
-    return f"{found.module or type(model).__name__}: {found.tensor}{operation}"

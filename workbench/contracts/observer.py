@@ -35,8 +35,8 @@ from workbench.models.readable_weights import local_part
 _N_TAPED = 2
 #: Passes without any update after which the observation ends.
 _MOST_PASSES = 1000
-#: Most bytes of inputs that are kept.
-_MOST_BYTES = 1 << 28
+#: Most bytes of inputs, and of copies of parameters, that are kept.
+MOST_BYTES = 1 << 28
 #: Parameters of which an update keeps copies, and most elements of each.
 _N_SAMPLED, _MOST_SAMPLED = 8, 1 << 18
 #: Most lines of a place.
@@ -59,7 +59,7 @@ class Call:
         rng: State of torch's generator on the CPU before the call.
         autocast: Dtype of autocast; None without.
         in_eval: Modules that were in eval mode.
-        tokens: Ids that each embedding received, by the path of the embedding in the module.
+        tokens: Ids that each embedding received at each of its calls, by the path of the embedding in the module.
         labels: What the gradients of its outputs say about labels, by number of the output.
         class_axes: Axes of each output over which its finite gradient sums to 0, as that of a cross entropy over its
             classes.
@@ -81,7 +81,7 @@ class Call:
     line: str = ""
     lines_of_inputs: list[str] = field(default_factory=list)
     is_kept: bool = False
-    tokens: dict[str, Tensor] = field(default_factory=dict)
+    tokens: dict[str, list[Tensor]] = field(default_factory=dict)
     labels: dict[int, TokenLabels] = field(default_factory=dict)
     class_axes: dict[int, list[int]] = field(default_factory=dict)
     output_shapes: list[tuple[int, ...]] = field(default_factory=list)
@@ -492,7 +492,7 @@ class Observer:
         call = self._open[-1]
         if isinstance(module, nn.Embedding) and depth and args and isinstance(args[0], Tensor):
             name = next((name for name, each in call.module.named_modules() if each is module), "")
-            call.tokens.setdefault(name, args[0].detach().clone())
+            call.tokens.setdefault(name, []).append(args[0].detach().clone())
         if depth or call.module is not module or output is None:
             return
         call.lines_of_inputs = [line for each in tensors_in([args, kwargs]) for line in self._origins.of(each)]
@@ -513,7 +513,7 @@ class Observer:
     def _keep_inputs(self, call: Call, args: tuple, kwargs: dict[str, Any]) -> None:
         """Keep copies of the inputs while they are small."""
         size = sum(t.numel() * t.element_size() for t in tensors_in([args, kwargs]))
-        if self._n_bytes + size <= _MOST_BYTES:
+        if self._n_bytes + size <= MOST_BYTES:
             self._n_bytes += size
             call.args, call.kwargs = _copied(args), _copied(kwargs)
             call.is_kept = True
@@ -631,7 +631,7 @@ class Observer:
         self.updates.append(update)
         self.events.append(update)
         size = sum(p.numel() * p.element_size() for p in held)
-        if self.n_done == self.n_updates - 1 and size <= _MOST_BYTES:
+        if self.n_done == self.n_updates - 1 and size <= MOST_BYTES:
             update.before = [(p, p.detach().clone()) for p in held if not _is_released(p)]
         if sum(each.optimizer is of for each in self.updates) == 1:
             self._note_trainer(of)

@@ -43,7 +43,7 @@ Around = Callable[[], AbstractContextManager[Any]]
 _LIMITS = {4: 25.0, 2: 2.0}
 _ONE_BLOCK, _ONE_HEAD = 4, 8
 #: Options of transformers' configurations whose default kernel does not support float64.
-_IN_FLOAT64 = {"_experts_implementation_internal": "eager"}
+IN_FLOAT64 = {"_experts_implementation_internal": "eager"}
 _BY_LAYER = [name for name, variable in PRECISION.items() if "layer" in variable.dims]
 #: Relative error of a block, in units of the last place, that rounding within one block does not reach.
 _MOST_EPS = 100
@@ -361,7 +361,7 @@ def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around:
         # A fused kernel may not use tf32, and then has smaller errors than one that does.
         with sdpa_kernel(SDPBackend.MATH) if is_by_tf32 else nullcontext(), _only(call, call.autocast):
             plain = _alone(call, copies)
-        with sdpa_kernel(SDPBackend.MATH), config_options(known_options(model, _IN_FLOAT64)), _only(call, None):
+        with sdpa_kernel(SDPBackend.MATH), config_options(known_options(model, IN_FLOAT64)), _only(call, None):
             exact = _alone(call, _copied(held, torch.float64), torch.float64)
     eps = max(torch.finfo(kind).eps for kind in (own[_OUTPUT].dtype, call.autocast) if kind is not None)
     errors = [_copied({name: found[name] for name in exact}, torch.float64) for found in (own, plain)]
