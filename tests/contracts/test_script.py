@@ -8,7 +8,7 @@ import pytest
 
 import workbench.cli
 from workbench.contracts.results import CheckReport, Result, Status
-from workbench.contracts.script import _merged, _within, exit_status
+from workbench.contracts.script import _within, exit_status, merged
 
 pytestmark = [pytest.mark.subprocess]
 
@@ -114,9 +114,9 @@ def test_the_command_keeps_options_of_the_launcher():
 def test_a_failure_on_one_rank_counts_and_is_named():
     good = CheckReport([Result("causal", Status.PASSED, "fine")], 3, 0.1)
     bad = CheckReport([Result("causal", Status.FAILED, "leak", where="the mask", remedy="mask")], 3, 0.2)
-    merged = _merged([good, bad])
-    assert merged["causal"].where == "the mask (rank 1)"
-    assert exit_status(merged) == 1
+    both = merged([good, bad])
+    assert both["causal"].where == "the mask (rank 1)"
+    assert exit_status(both) == 1
     assert exit_status(good) == 0
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import workbench as wb
 from tests.diagnosis.records import descent, monitors, optimizer, tree
+from workbench.contracts.results import CheckReport, Result, Status
 from workbench.diagnosis import CAUSES, Rules, find_failure, read_facts, read_record
 from workbench.diagnosis.causes import ALL_CAUSES, UNKNOWN
 from workbench.diagnosis.diagnose import diagnose, in_the_record
@@ -217,7 +218,7 @@ def test_what_the_watch_cannot_record_here_is_not_advised():
         "attention": attention(30.0, 0.4),
     }
     _, missing = in_the_record(read_record(made(parts | rest)))
-    assert missing == " Not recorded: effect of an update (the model has to return its loss)."
+    assert missing == " Not recorded: effect of an update (the model has to return its loss). No contract was tested."
 
 
 @pytest.mark.parametrize(
@@ -396,3 +397,39 @@ def test_a_loss_above_the_entropy_of_its_labels_that_still_falls_is_no_finding()
     loss = np.linspace(4.85, 4.2, N) + 0.02 * np.random.default_rng(0).standard_normal(N)
     run = made({"monitors": curves(loss, ignored_labels=np.zeros(N), n_tokens=np.full(N, 2048.0))}, NAMED)
     assert not [fact for fact in facts_of(run) if fact.is_finding]
+
+
+def with_contracts(*checks):
+    """Return a healthy run whose watch has tested contracts."""
+    tree = made({"monitors": curves()}, NAMED)
+    tree.attrs["contracts"] = json.dumps(CheckReport(checks, 4, 0.1).as_json())
+    return tree
+
+
+def test_a_broken_contract_is_the_first_cause_and_a_fact():
+    where = {"where": "the optimizer (train.py:7)", "remedy": "build it from model.parameters()."}
+    check = Result("optimizer_covers", Status.FAILED, "2 parameters do not move.", **where)
+    found = diagnose(with_contracts(check))
+    sentence = (
+        "The contract optimizer_covers is broken: 2 parameters do not move. Where: the optimizer (train.py:7). "
+        "To mend it: build it from model.parameters()."
+    )
+    assert json.loads(found.attrs["found"])[0] == sentence
+    assert found.attrs["state"] == "found"
+    assert f"Found: {sentence}" in found.attrs["summary"]
+    assert "Cause: wiring of the training step." in found.attrs["summary"]
+    assert "%" not in found.attrs["summary"]
+    assert found["causes"]["cause"].values[0] == "wiring"
+
+
+def test_what_contracts_have_tested_is_not_unseen():
+    unseen = diagnose(made({"monitors": curves()}, NAMED))["unseen"]["check"].values.tolist()
+    assert {"accumulation", "optimizer_covers"} <= {*unseen}
+    passed = Result("accumulation", Status.PASSED, "nothing moves")
+    found = diagnose(with_contracts(passed, Result("optimizer_covers", Status.NOT_TESTED, "unknown")))
+    left = found["unseen"]["check"].values.tolist()
+    assert "accumulation" not in left
+    assert "optimizer_covers" in left
+    assert found.attrs["state"] == "nothing found"
+    assert "and 1 of 2 contracts)" in found.attrs["summary"]
+    assert "Contracts not tested: optimizer_covers." in found.attrs["summary"]

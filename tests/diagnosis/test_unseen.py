@@ -244,7 +244,7 @@ def test_a_loss_that_shows_no_failure_has_likely_causes_only_if_it_learned_too_l
     loss = 2 + 2.5 * np.exp(-np.arange(N) / 80) + 0.03 * np.random.default_rng(0).standard_normal(N)
     found = wb.diagnose(made({"monitors": monitors(loss, rate=rate)}))
     assert (found.attrs["state"], found.attrs["shows_failure"]) == ("likely", 0)
-    assert "If it learned too little: likely cause: schedule" in found.attrs["summary"]
+    assert "If it learned too little: the evidence points to schedule" in found.attrs["summary"]
     assert diagnosis_document(found).verdict == "If it learned too little: schedule"
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    pass
+#: Prefix of the signal of a broken contract.
+OF_CONTRACT = "contract "
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,11 @@ def changed_setting(step: int, setting: str, factor: float, message: str) -> Obs
     return Observation(
         step, "settings", {"factor": np.array(factor)}, {"setting": np.array(setting), "message": np.array(message)}
     )
+
+
+def broken_contract(step: int, id: str, message: str) -> Observation:
+    """Return an observation of the part ``"contracts"``: an experiment shows that a contract is broken."""
+    return Observation(step, "contracts", {}, {"contract": np.array(id), "message": np.array(message)})
 
 
 class Observers:

@@ -21,6 +21,7 @@ from workbench.callbacks.recorder import Recorder
 from workbench.callbacks.recorder.budget import Cost
 from workbench.callbacks.recorder.joint_optimizer import optimizers_in
 from workbench.callbacks.recorder.options import is_first, meet, of_first_rank
+from workbench.callbacks.recorder.watched_contracts import WatchedContracts
 from workbench.formatting import listed, number_in_words
 from workbench.models.calling import bare
 from workbench.option_checks import checked
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.alarms import Attribution
     from workbench.callbacks.observation import Observation
     from workbench.callbacks.recorder.attached import AttachedRecorder
+    from workbench.contracts.results import CheckReport
 
 
 #: Maximum number of losses in the curve; when it is exceeded, every second one is dropped.
@@ -360,6 +362,7 @@ class Watch:
         self.path, self.alarms = path, alarms
         self.recorder = Recorder(path, alarms=alarms, **options)
         self.recorder._ended = self._end
+        self.recorder._contracts = WatchedContracts
         self.status = RunStatus(path)
         self._attached: AttachedRecorder | None = None
         self._display = StatusDisplay(self.status) if shows and is_first() else None
@@ -384,6 +387,12 @@ class Watch:
     def cost(self) -> Cost | None:
         """What watching has cost so far, by part; None before it has begun."""
         return self.recorder.cost
+
+    @property
+    def contracts(self) -> CheckReport | None:
+        """Results of the contracts of the training so far, as of `workbench.check`; None before its first updates."""
+        attached = self.recorder._attached
+        return None if attached is None or attached.contracts is None else attached.contracts.report
 
     def close(self, *, is_broken: bool = False) -> None:
         """Remove all hooks and complete the store; not needed for a ``Trainer``."""

@@ -291,7 +291,7 @@ def batches_differ(lab: Lab) -> Result:
         words = f"All {n_updates} updates have the same {n} of {size} examples."
         return failed(words, where="the data loader", remedy="draw a new batch for each update.")
     # Within an update some methods use a batch twice on purpose, but streams that several workers read may repeat it.
-    is_streamed = _is_read_by_workers()
+    is_streamed = any(a[1] == b[1] for a, b in itertools.pairwise(batches)) and _is_read_by_workers()
     pairs = [(a, b) for a, b in itertools.pairwise(batches) if a[0] != b[0] or is_streamed]
     repeats = sum(a[1] == b[1] for a, b in pairs)
     if repeats >= 2 and 3 * repeats >= len(pairs):

@@ -700,7 +700,7 @@ def _judged(
     return failed(words, where=names_in_words(worst), remedy=remedy)
 
 
-@contract("recompute")
+@contract("recompute", apart=True)
 def recompute(lab: Lab) -> Result:
     """Is the gradient with activation checkpointing that without it, for the same random numbers?
 
@@ -741,7 +741,7 @@ def _without_checkpoints() -> AbstractContextManager[Any]:
     return patch.multiple(checkpoint, _checkpoint_without_reentrant_generator=through, CheckpointFunction=plain)
 
 
-@contract("compiled_equals_eager")
+@contract("compiled_equals_eager", apart=True)
 def compiled_equals_eager(lab: Lab) -> Result:
     """Is the gradient of a compiled module that of its code, run as written?
 

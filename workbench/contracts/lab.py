@@ -38,6 +38,10 @@ class NotTestedError(Exception):
     """An experiment cannot be made; the message is the reason."""
 
 
+class PassNeededError(Exception):
+    """An experiment needs passes or messages that it may not make now."""
+
+
 class Lab:
     """Passes of an observed training, made again with changed inputs.
 
@@ -47,11 +51,13 @@ class Lab:
     Attributes:
         failed: Contracts that are known to be broken, whose consequences other experiments would show.
         n_passes: Number of passes made so far; a pass of part of a batch counts in part.
+        copies_to_float32: Whether passes may run in float32; not once that has failed.
+        may_act: Whether passes, and messages between ranks, may be made; otherwise `PassNeededError` is raised.
     """
 
-    def __init__(self, seen: Observer) -> None:
-        self.seen, self.n_passes = seen, 0.0
-        self._runs_in_float32 = True
+    def __init__(self, seen: Observer, *, may_act: bool = True) -> None:
+        self.seen, self.n_passes, self.may_act = seen, 0.0, may_act
+        self.copies_to_float32 = True
         self.failed: set[str] = set()
 
     @cached_property
@@ -128,7 +134,7 @@ class Lab:
         """
         args, kwargs = call.args if args is None else args, call.kwargs if kwargs is None else kwargs
         with self.undisturbed(call):
-            if self._runs_in_float32:
+            if self.copies_to_float32:
                 self.count_pass()
                 module = bare(call.module)
                 held = dict((*module.named_parameters(), *module.named_buffers()))
@@ -140,13 +146,19 @@ class Lab:
                     with torch.autocast(kind, enabled=False):
                         output = functional_call(module, short, _float32(args), _float32(kwargs))
                 except RuntimeError:  # its code casts to another format
-                    self._runs_in_float32 = False
-            if not self._runs_in_float32:
+                    self.copies_to_float32 = False
+            if not self.copies_to_float32:
                 output = self.run(call, args, kwargs)
             return [each.detach() for each in tensors_in(output) if each.is_floating_point()]
 
+    def require_acts(self) -> None:
+        """Raise `PassNeededError` if no pass may be made."""
+        if not self.may_act:
+            raise PassNeededError
+
     def count_pass(self) -> None:
         """Count a pass, of which there is a limit."""
+        self.require_acts()
         self.n_passes += 1
         if self.n_passes > MOST_PASSES:
             raise NotTestedError(f"the experiments have made {MOST_PASSES} passes, the most that they may")
@@ -170,6 +182,7 @@ class Lab:
             trains: Whether each module has the mode of the call, with the call's random state, instead of eval mode.
             gradients: Whether graphs are built.
         """
+        self.require_acts()
         module = bare(call.module)
         with ExitStack() as stack:
             stack.callback(reshard, module)  # gathered parameters would be taken for those of the model
@@ -270,7 +283,7 @@ class Lab:
 
     def rounding(self, values: Tensor) -> float:
         """Return the size of what rounding may change in outputs: 64 of the last places of the largest."""
-        autocast = None if self._runs_in_float32 else self.call.autocast
+        autocast = None if self.copies_to_float32 else self.call.autocast
         eps = max(torch.finfo(kind).eps for kind in (values.dtype, autocast) if kind is not None)
         return 64 * eps * float(values.abs().amax())
 
@@ -309,12 +322,15 @@ def bare_name(name: str) -> str:
 Contract = Callable[[Lab], Result]
 #: All contracts by id, in the order in which they are tested.
 CONTRACTS: dict[str, Contract] = {}
+#: Those whose passes are not made beside a training that goes on.
+APART: set[str] = set()
 
 
-def contract(id: str) -> Callable[[Contract], Contract]:
-    """Register the experiment on a contract under its id."""
+def contract(id: str, *, apart: bool = False) -> Callable[[Contract], Contract]:
+    """Register the experiment on a contract under its id, and whether its passes need a training that waits."""
 
     def register(function: Contract) -> Contract:
+        APART.update([id] if apart else [])
         CONTRACTS[id] = function
         return function
 
@@ -351,20 +367,27 @@ def show_progress(progress: bool | Callable[[str], None]) -> Progress:
 def all_results(seen: Observer, accepted: tuple[str, ...], bar: Progress) -> list[Result]:
     """Make the experiments on all contracts, and return their results."""
     lab, found = Lab(seen), []
-    for id, experiment in CONTRACTS.items():
+    for id in CONTRACTS:
         bar.describe(id)
-        start = time.perf_counter()
-        try:
-            result = experiment(lab)
-        except NotTestedError as reason:
-            result = not_tested(f"{capitalized(str(reason))}.")
-        except Exception as error:  # noqa: BLE001  (models are of any kind, and the other contracts can be tested)
-            words = str(error).strip().splitlines()
-            result = not_tested(f"The experiment ended with {type(error).__name__}: {words[0] if words else ''}.")
-        if result.status is Status.FAILED:
-            lab.failed.add(id)
-        if id in accepted and result.status is Status.FAILED:
-            result = replace(result, status=Status.ACCEPTED)
-        found.append(replace(result, id=id, seconds=time.perf_counter() - start))
+        result = result_of(lab, id)
+        is_accepted = id in accepted and result.status is Status.FAILED
+        found.append(replace(result, status=Status.ACCEPTED) if is_accepted else result)
         bar.update()
     return found
+
+
+def result_of(lab: Lab, id: str) -> Result:
+    """Make the experiment on a contract, and return its result."""
+    start = time.perf_counter()
+    try:
+        result = CONTRACTS[id](lab)
+    except NotTestedError as reason:
+        result = not_tested(f"{capitalized(str(reason))}.")
+    except PassNeededError:
+        raise
+    except Exception as error:  # noqa: BLE001  (models are of any kind, and the other contracts can be tested)
+        words = str(error).strip().splitlines()
+        result = not_tested(f"The experiment ended with {type(error).__name__}: {words[0] if words else ''}.")
+    if result.status is Status.FAILED:
+        lab.failed.add(id)
+    return replace(result, id=id, seconds=time.perf_counter() - start)

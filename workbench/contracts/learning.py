@@ -58,7 +58,7 @@ def descends(lab: Lab) -> Result:
     return passed(f"{n} of {len(updates)} updates go down their gradient, the last with {updates[-1].cosine:.2g}.")
 
 
-@contract("overfits_one_batch")
+@contract("overfits_one_batch", apart=True)
 def overfits_one_batch(lab: Lab) -> Result:
     """On a copy, do steps down the gradient of one batch lower its loss, at first as fast as the gradient says?
 
@@ -160,7 +160,7 @@ def _own_functions(loss: Tensor) -> list[str]:
     return [*dict.fromkeys(found)]
 
 
-@contract("rate_in_range")
+@contract("rate_in_range", apart=True)
 def rate_in_range(lab: Lab) -> Result:
     """Does the last update lower the loss of its own batch, and if not, does a shorter step?
 
@@ -222,6 +222,8 @@ def _last(lab: Lab) -> tuple[Update, Backward]:
     if len(seen.optimizers) != 1:
         raise NotTestedError("several optimizers train against or beside each other")
     update = next((each for each in reversed(seen.updates) if each.before), None)
+    if seen.is_brief:
+        lab.require_acts()
     if update is None:
         raise NotTestedError("parameters before the last update were not kept")
     own = [one for one in seen.passes if one.update == update.index]

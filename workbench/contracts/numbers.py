@@ -163,7 +163,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return type(value)(_cast(each, dtype) for each in value) if type(value) in (tuple, list) else value
 
 
-@contract("precision_by_position")
+@contract("precision_by_position", apart=True)
 def precision_by_position(lab: Lab) -> Result:
     """Is precision lost beside the products of matrices, where a short number format costs much and saves nothing?
 

@@ -238,6 +238,7 @@ class Observer:
         called: All modules that were called in training.
         checkpoints: Kinds of activation checkpointing that were used: ``reentrant``, ``not reentrant``.
         sees_all: Whether the whole script is observed, from its first line on.
+        is_brief: Whether nothing is noted before the first pass, and no copy of all parameters is kept.
         has_ended: Whether the script ended before the number of updates was reached.
         loaders: Loaders of data that were read.
         parameters: Parameters with their names, in the order of the arrays of norms.
@@ -255,7 +256,7 @@ class Observer:
         self.at_first: dict[int, tuple[float, float]] = {}
         self.events: list[Backward | Update | Act] = []
         self.checkpoints: set[str] = set()
-        self.sees_all = self.has_ended = False
+        self.sees_all = self.has_ended = self.is_brief = False
         self.called: set[nn.Module] = set()
         self.parameters: dict[int, tuple[str, Tensor]] = {}
         self.optimizers: list[Any] = []
@@ -321,7 +322,7 @@ class Observer:
     # Context
 
     def __enter__(self) -> Observer:
-        if not _get_current_function_mode_stack():
+        if not (_get_current_function_mode_stack() or self.is_brief):
             self._origins.__enter__()
         leave = hooks.register_module_forward_hook(self._leave, with_kwargs=True, always_call=True)
 
@@ -393,7 +394,8 @@ class Observer:
         replacement.__wrapped__ = own  # type: ignore[attr-defined]
         replacement.__name__, replacement.__doc__ = own.__name__, own.__doc__
         setattr(owner, name, replacement)
-        self._undo.append(lambda: setattr(owner, name, own))
+        # What others have put around it since stays, and passes through.
+        self._undo.append(lambda: setattr(owner, name, own) if vars(owner).get(name) is replacement else None)
 
     # Forward passes
 
@@ -631,7 +633,7 @@ class Observer:
         self.updates.append(update)
         self.events.append(update)
         size = sum(p.numel() * p.element_size() for p in held)
-        if self.n_done == self.n_updates - 1 and size <= MOST_BYTES:
+        if self.n_done == self.n_updates - 1 and size <= MOST_BYTES and not self.is_brief:
             update.before = [(p, p.detach().clone()) for p in held if not _is_released(p)]
         if sum(each.optimizer is of for each in self.updates) == 1:
             self._note_trainer(of)

@@ -100,6 +100,7 @@ def _of_ranks(id: str) -> Callable[[Callable[[Lab, list[_Rank]], Result]], Contr
         @wraps(function)
         def test(lab: Lab) -> Result:
             if is_shared():
+                lab.require_acts()
                 if "of_ranks" not in vars(lab):
                     vars(lab)["of_ranks"] = of_all_ranks(_own(lab), "contracts")
                 if len(vars(lab)["of_ranks"]) < 2:

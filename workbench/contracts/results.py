@@ -49,6 +49,12 @@ class Result:
     picture: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
     seconds: float = 0.0
 
+    @property
+    def sentence(self) -> str:
+        """What is wrong, where, and what mends it, in one line."""
+        details = {"Where": self.where, "To mend it": self.remedy}
+        return " ".join([self.evidence, *(f"{name}: {value.rstrip('.')}." for name, value in details.items() if value)])
+
     def as_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
         return {**vars(self), "status": str(self.status), "seconds": round(self.seconds, 4)}

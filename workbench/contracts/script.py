@@ -55,7 +55,7 @@ def check_script(
     if not ranks:
         words = f"ended with status {status}" if status else "ended"
         raise OptionError(f"The script {words} before its first update; pass a command that trains a model with torch.")
-    return _merged([CheckReport.of_json(each) for each in ranks])
+    return merged([CheckReport.of_json(each) for each in ranks])
 
 
 def _within(command: list[str], own: list[str]) -> list[str]:
@@ -84,7 +84,7 @@ def _within(command: list[str], own: list[str]) -> list[str]:
     return [program, *command[1:i], *own, *command[i:]]
 
 
-def _merged(ranks: Sequence[CheckReport]) -> CheckReport:
+def merged(ranks: Sequence[CheckReport]) -> CheckReport:
     """Return one report of several ranks, in which a failure on any of them counts."""
     order = [Status.FAILED, Status.ACCEPTED, Status.NOT_TESTED, Status.PASSED, Status.NOT_APPLICABLE]
     found: list[Result] = []

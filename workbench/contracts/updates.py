@@ -82,13 +82,15 @@ def optimizer_covers(lab: Lab) -> Result:
     has_gradient = {key: norm > 0 for key, norm in zip(seen.parameters, reached(seen), strict=True)}
     named = {id(p): (name, p) for root in seen.roots for name, p in root.named_parameters()}
     stepped = {id(p): p for of in optimizers for p in _held(of)}
-    anywhere = {id(p) for of in _live(torch.optim.Optimizer) for p in _held(of)}
     trained = [(key, p) for key, (_, p) in named.items() if p.requires_grad and has_gradient.get(key)]
-    missing = {key: p for key, p in trained if key not in anywhere and not seen.was_moved(p)}
+    missing = {key: p for key, p in trained if key not in stepped and not seen.was_moved(p)}
+    if missing:  # to look at all objects takes long
+        anywhere = {id(p) for of in _live(torch.optim.Optimizer) for p in _held(of)}
+        missing = {key: p for key, p in missing.items() if key not in anywhere}
     dead = [p for key, p in stepped.items() if key not in named and not has_gradient.get(key)]
     held = counted(sum(key in named for key in stepped), "parameter")
     if not missing:
-        alive = {id(p) for p in _parameters_of_modules()}
+        alive = {id(p) for p in _parameters_of_modules()} if dead else ()
         n_idle = sum(id(p) not in alive for p in dead)
         words = f"; {counted(n_idle, 'tensor')} of no module are held as well" if n_idle else ""
         return passed(f"Each parameter with a gradient is in one optimizer: {held}{words}.")

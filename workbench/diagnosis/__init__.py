@@ -5,7 +5,7 @@ from workbench.diagnosis.checkpoint_evidence import check_fits
 from workbench.diagnosis.diagnose import block_at_fault
 from workbench.diagnosis.experiments import Experiment
 from workbench.diagnosis.facts import RunFact, read_facts
-from workbench.diagnosis.failed_run import Failure, Record, find_failure, read_record
+from workbench.diagnosis.failed_run import Failure, Record, contracts_of, find_failure, read_record
 from workbench.diagnosis.ranking import Rules
 from workbench.diagnosis.symptoms import Symptom, read_symptoms
 
@@ -20,6 +20,7 @@ __all__ = [
     "Symptom",
     "block_at_fault",
     "check_fits",
+    "contracts_of",
     "find_failure",
     "read_facts",
     "read_record",

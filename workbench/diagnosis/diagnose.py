@@ -18,9 +18,9 @@ from workbench.diagnosis.facts import WEIGHT, RunFact, read_facts, settle
 from workbench.diagnosis.failed_run import Failure, Record, find_failure, read_record
 from workbench.diagnosis.ranking import COVERAGE, Rules, view_of
 from workbench.diagnosis.symptoms import Symptom, read_symptoms
-from workbench.diagnosis.unseen import unseen_in
+from workbench.diagnosis.unseen import contracts_tested, unseen_in
 from workbench.errors import OptionError
-from workbench.formatting import capitalized, counted, listed, lowered, percent
+from workbench.formatting import capitalized, counted, listed, lowered
 from workbench.io.provenance import versions
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.statuses import CauseKind, DiagnosisState, SymptomKind
@@ -243,9 +243,9 @@ def answer_of(
     titles = []
     for cause in named:
         where = f" in block {layers[cause]}" if layers[cause] >= 0 else ""
-        titles.append(f"{ALL_CAUSES[cause].title}{where} ({percent(probability[cause])})")
-    one, several = "Likely cause", "Possible causes, of which one or several apply"
-    likely = f"{one if len(titles) == 1 else several}: {listed(titles)}." if titles else ""
+        titles.append(f"{ALL_CAUSES[cause].title}{where}")
+    others = f", and does not exclude {listed(titles[1:], 'or')}" if len(titles) > 1 else ""
+    likely = f"The evidence points to {titles[0]}{others}." if titles else ""
     if found:
         state = DiagnosisState.FOUND
         more = f" The evidence has {counted(len(found) - _N_FOUND, 'more finding')}." if len(found) > _N_FOUND else ""
@@ -289,9 +289,16 @@ def in_the_record(record: Record) -> tuple[str, str]:
     why = {"update": " (the model has to return its loss)"}
     why |= {event.source: " (not possible here; its event states why)" for event in record.events_of("not recorded")}
     missing += [f"{title}{why.get(part, '')}" for part, title in _PARTS.items() if part not in record.parts]
+    tested = contracts_tested(record)
+    if record.contracts is not None:
+        parts.append(f"{len(tested)} of {counted(len(record.contracts.checks), 'contract')}")
     how = "; wb.watch(model, optimizer) records it" if any("(" not in name for name in missing) else ""
     how += "; pass the loss to watched.log(loss=loss)" * ("loss" in missing)
-    return listed([*found, *parts]), f" Not recorded: {listed(missing)}{how}." if missing else ""
+    not_recorded = f" Not recorded: {listed(missing)}{how}." if missing else ""
+    if record.contracts is None:
+        return listed([*found, *parts]), f"{not_recorded} No contract was tested."
+    left = [each.id for each in record.contracts.checks if each.id not in tested]
+    return listed([*found, *parts]), not_recorded + (f" Contracts not tested: {listed(left)}." if left else "")
 
 
 def causes_table(

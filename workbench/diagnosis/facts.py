@@ -16,11 +16,13 @@ import numpy as np
 from workbench.callbacks.alarms.probe_alarms import LIMITS, LIMITS_SIGNAL, LOGIT_LIMIT, N_LABELS, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import observations
 from workbench.callbacks.alarms.watched import WATCHED
+from workbench.callbacks.observation import OF_CONTRACT
 from workbench.diagnosis.causes import UNKNOWN
 from workbench.diagnosis.failed_run import Failure, Record
 from workbench.diagnosis.symptoms import Symptom
 from workbench.diagnosis.unseen import labels_of_probe
 from workbench.formatting import counted, listed, percent, short
+from workbench.schema.events import Event
 from workbench.schema.statuses import SymptomKind
 
 #: Fault that an alarm names -> the cause of a diagnosis; the others are changes of a setting, or no cause.
@@ -31,6 +33,12 @@ _CAUSES = {
     "loss_scale": "loss_scale", "no_gradient": "wiring", "gradients_discarded": "wiring",
     "gradients_not_cleared": "wiring",
 }  # fmt: skip
+#: Broken contract -> the cause, of which ``"wiring"`` is that of all others.
+_OF_CONTRACTS = {
+    "labels_aligned": "labels", "labels_present": "labels", "padding_ignored": "labels", "batches_differ": "loader",
+    "initial_loss": "labels", "lost_to_rounding": "precision", "finite": "precision", "loss_scale": "loss_scale",
+    "clipping_order": "loss_scale", "schedule": "schedule", "balance_loss": "routing",
+}  # fmt: skip
 #: Metric beyond an absolute limit -> the cause, where the fault that the limit names has several.
 _OF_LIMITS = {"label_entropy": "labels", "ignored_labels": "labels", "token_entropy": "loader"}
 #: Signal of the alarms without statistics -> the variable that they are about.
@@ -38,6 +46,8 @@ _VARIABLES = {
     "arithmetic": "error_excess", "gradients": "gradient_verdict", "data": "repeated_examples",
     "logits": "attention_logit_max",
 }  # fmt: skip
+#: Name of the fact of a broken contract.
+_CONTRACT = "broken_contract"
 #: Log-odds that a fact contributes, and the probability that all other causes share if one is established.
 WEIGHT, REST = 10.0, 0.01
 #: Measurements, and rows, that must show a property that holds in all of them.
@@ -79,8 +89,9 @@ class RunFact(Symptom):
 
 
 def read_facts(record: Record, failure: Failure) -> list[RunFact]:
-    """Return the facts of a run, findings first, by their first step."""
+    """Return the facts of a run: broken contracts, then other findings, each by their first step."""
     groups = (
+        _of_contracts,
         _of_alarms,
         _of_labels,
         _of_batches,
@@ -92,7 +103,7 @@ def read_facts(record: Record, failure: Failure) -> list[RunFact]:
         _of_sound_arithmetic,
     )
     found = [fact for group in groups for fact in group(record, failure)]
-    return sorted(found, key=lambda fact: (not fact.is_finding, fact.step, not fact.is_for))
+    return sorted(found, key=lambda fact: (not fact.is_finding, fact.name != _CONTRACT, fact.step, not fact.is_for))
 
 
 def settle(probability: Mapping[str, float], facts: Sequence[RunFact]) -> dict[str, float]:
@@ -107,12 +118,29 @@ def settle(probability: Mapping[str, float], facts: Sequence[RunFact]) -> dict[s
     return first | {cause: rest[cause] * share for cause in sorted(rest, key=lambda cause: -rest[cause])}
 
 
+def _of_contracts(record: Record, failure: Failure) -> Iterator[RunFact]:
+    """Yield the contracts that experiments during the run have shown to be broken."""
+    steps = {event.source.removeprefix(OF_CONTRACT): event.step for event in _alarms_of_contracts(record)}
+    for each in record.contracts.failed if record.contracts is not None else ():
+        sentence = f"The contract {each.id} is broken: {each.sentence}"
+        cause = _OF_CONTRACTS.get(each.id, "wiring")
+        yield RunFact(
+            _CONTRACT, 1.0, math.nan, math.nan, sentence, step=steps.get(each.id, 0), cause=cause, is_for=True
+        )
+
+
+def _alarms_of_contracts(record: Record) -> list[Event]:
+    return [event for event in record.events_of("alarm") if event.source.startswith(OF_CONTRACT)]
+
+
 def _of_alarms(record: Record, failure: Failure) -> Iterator[RunFact]:
     """Yield the alarms without statistics by replaying the record, and the first of those that the watch raised."""
     probes, seen = ProbeAlarms(), set[str]()
     for each in observations(record.tree):
         for alarm in probes.observe(each):
             seen.add(alarm.signal)
+            if each.part == "contracts":
+                continue
             name, message = _VARIABLES.get(alarm.signal, alarm.signal), alarm.message.rstrip(".")
             faults = next((of for one, of in probes.standing.values() if one is alarm), ())
             cause = "wiring" if len(faults) > 1 else _CAUSES.get(faults[0], "nothing") if faults else "nothing"

@@ -25,6 +25,7 @@ from workbench.schema.statuses import FailureKind
 if TYPE_CHECKING:
     import xarray as xr
 
+    from workbench.contracts.results import CheckReport
     from workbench.diagnosis.checkpoint_evidence import WeightMeasurement
 
 #: Parts that symptoms read.
@@ -44,7 +45,7 @@ class Record:
 
     ``parts`` have a coordinate ``step`` and include ``monitors``, without the updates whose loss is missing; ``tree``
     has all updates, and events except faults. What was not recorded is empty or None. ``probe`` are stored integer
-    inputs, shape (example, token).
+    inputs, shape (example, token). ``contracts`` are those that the watch has tested; None if it has tested none.
     """
 
     parts: Mapping[str, xr.Dataset]
@@ -55,6 +56,7 @@ class Record:
     weights: WeightMeasurement | None = None
     source: str = ""
     probe: Mapping[str, np.ndarray] = field(default_factory=dict)
+    contracts: CheckReport | None = None
 
     @property
     def n_classes(self) -> int | None:
@@ -172,6 +174,7 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
         source=source,
         tree=tree,
         probe=_probe(run.attrs),
+        contracts=contracts_of(run),
     )
 
 
@@ -182,6 +185,14 @@ def _configuration(attrs: Mapping[Any, Any]) -> dict[str, Any]:
     except ValueError:
         return {}
     return {name: value for name, value in found.items() if name != "faults"} if isinstance(found, dict) else {}
+
+
+def contracts_of(run: xr.DataTree) -> CheckReport | None:
+    """Return the contracts that the watch of a run has tested; None if it has tested none."""
+    from workbench.contracts.results import CheckReport
+
+    stored = run.attrs.get("contracts")
+    return None if stored is None else CheckReport.of_json(json.loads(stored))
 
 
 def _probe(attrs: Mapping[Any, Any]) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from workbench.contracts.results import Status
 from workbench.diagnosis.failed_run import Record
 from workbench.formatting import percent
 from workbench.probes.batch import IGNORED
@@ -104,11 +105,21 @@ UNSEEN: tuple[tuple[str, str, Callable[[Record], bool]], ...] = (
 )  # fmt: skip
 
 
+def contracts_tested(record: Record) -> list[str]:
+    """Return the contracts that the watch has tested, or that the training does not have."""
+    checks = () if record.contracts is None else record.contracts.checks
+    return [each.id for each in checks if each.status is not Status.NOT_TESTED]
+
+
 def unseen_in(record: Record) -> xr.Dataset:
     """Return the faults that this record does not show, dim ``unseen``, with the contract that tests each."""
     import xarray as xr
 
-    decided = labels_of_probe(record)
-    rows = [(what, how) for what, how, is_possible in UNSEEN if is_possible(record) and what not in decided]
+    decided, tested = labels_of_probe(record), contracts_tested(record)
+    rows = [
+        (what, how)
+        for what, how, is_possible in UNSEEN
+        if is_possible(record) and what not in decided and how not in tested
+    ]
     about = {"long_name": "check", "units": "", "meaning": "contract of wb.check that tests it, or how to find it"}
     return xr.Dataset({"check": ("unseen", [how for _, how in rows], about)}, {"unseen": [what for what, _ in rows]})

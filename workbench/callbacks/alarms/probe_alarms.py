@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from workbench.callbacks.observation import Alarm, Observation
+from workbench.callbacks.observation import OF_CONTRACT, Alarm, Observation
 from workbench.formatting import counted, percent
 from workbench.probes.gradient_agreement import GradientVerdict
 from workbench.probes.precision import broken_arithmetic
@@ -319,6 +319,8 @@ _OF_SETTINGS = {
 }
 #: Cause if the changed setting is not a known fault, and number of steps for which later alarms are attributed to it.
 _OTHER_SETTING, _LASTS = "changed_setting", 50
+#: Fault of a broken contract.
+_BROKEN_CONTRACT = "broken_contract"
 #: Measurements without a fault after which it is considered over; some faults are intermittent.
 _OVER_AFTER = 3
 #: The same for the limits of metrics, in updates, because batches at a limit alternate with others.
@@ -403,6 +405,8 @@ class ProbeAlarms:
         """
         if observation.part == "settings":
             return self._setting(observation)
+        if observation.part == "contracts":
+            return self._contract(observation)
         self._has_routers |= observation.part == "router"
         signal = SIGNALS.get(observation.part)
         if signal is None or observation.values.get("examined", 2) == 1:  # the batch was not examined
@@ -413,6 +417,9 @@ class ProbeAlarms:
             is_other = standing is not None and standing[1] == (_OTHER_SETTING,)
             if standing is not None and is_other and observation.step > standing[0].step + _LASTS:
                 del self.standing["settings"]
+            for name in [n for n, (of, _) in self.standing.items() if n.startswith(OF_CONTRACT)]:
+                if observation.step > self.standing[name][0].step + _LASTS:  # a later alarm may have another cause
+                    del self.standing[name]
             beyond = self._beyond_limits(observation)
             own = "" if beyond is None else f"{LIMITS_SIGNAL} {beyond[1][0]}"
             for other in [each for each in self.standing if each.startswith(LIMITS_SIGNAL) and each != own]:
@@ -470,6 +477,12 @@ class ProbeAlarms:
         alarm = Alarm(observation.step, setting, -1, -1, math.inf, factor, is_outcome=False, message=message)
         self.standing["settings"] = alarm, (_OF_SETTINGS.get((setting, factor > 1), _OTHER_SETTING),)
         return [alarm]
+
+    def _contract(self, observation: Observation) -> list[Alarm]:
+        id, message = (str(observation.coords[name]) for name in ("contract", "message"))
+        signal = f"{OF_CONTRACT}{id}"
+        alarm = Alarm(observation.step, signal, -1, -1, math.inf, math.nan, is_outcome=False, message=message)
+        return self._settle(signal, (alarm, (_BROKEN_CONTRACT,)))
 
     def _data(self, observation: Observation) -> Finding | None:
         is_broken = self._labels.update(observation.values), self._causality.update(observation.values)

@@ -13,7 +13,7 @@ import numpy as np
 from workbench.callbacks.alarms.own_past import WINDOWS, OwnPast
 from workbench.callbacks.alarms.probe_alarms import SIGNALS
 from workbench.callbacks.alarms.watched import FALL, RISE, WATCHED, Watched, WatchedValues, watched_values
-from workbench.callbacks.observation import Observation, changed_setting
+from workbench.callbacks.observation import OF_CONTRACT, Observation, broken_contract, changed_setting
 from workbench.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -464,7 +464,7 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
         values = {str(key): v.values for key, v in part.data_vars.items() if v.dims[:1] == ("step",)}
         measured += [(int(step), place, row, name, values, coords) for row, step in enumerate(part["step"].values)]
     measured.sort(key=lambda found: found[:2])
-    settings = _changed_settings(run)
+    settings = _of_events(run)
     for step, place, row, name, values, coords in measured:
         if name != "monitors" or values.get("examined", np.ones(len(measured)))[row] != 0:
             yield Observation(step, name, {key: value[row] for key, value in values.items()}, coords)
@@ -472,10 +472,16 @@ def observations(run: xr.DataTree) -> Iterator[Observation]:
             yield settings.pop(0)
 
 
-def _changed_settings(run: xr.DataTree) -> list[Observation]:
-    """Return the changes of settings, which a run stores as events."""
+def _of_events(run: xr.DataTree) -> list[Observation]:
+    """Return changes of settings and broken contracts, which a run stores as events, by their steps."""
     if "events" not in run.children or "source" not in run.children["events"]:
         return []
     events = run.children["events"].to_dataset()
     rows = zip(*(events[name].values.tolist() for name in ("kind", "step", "source", "score", "message")), strict=True)
-    return [changed_setting(*change) for kind, *change in rows if kind == "setting"]
+    found = []
+    for kind, step, source, score, message in rows:
+        if kind == "setting":
+            found.append(changed_setting(step, source, score, message))
+        elif kind == "alarm" and source.startswith(OF_CONTRACT):
+            found.append(broken_contract(step, source.removeprefix(OF_CONTRACT), message))
+    return sorted(found, key=lambda each: each.step)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.observation import Alarm, Observation, changed_setting
+from workbench.callbacks.observation import Alarm, Observation, broken_contract, changed_setting
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.budget import OF_UPDATE, Budget, Cost
 from workbench.callbacks.recorder.collectors import Collectors, ModelReading
@@ -57,6 +57,7 @@ from workbench.schema.statuses import RunState
 if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarms
     from workbench.callbacks.alarms.settings_sentinel import SettingsChange
+    from workbench.callbacks.recorder.watched_contracts import WatchedContracts
     from workbench.training.callback import TrainingRun
 
 #: Descriptions of failed measurements that are not parts of a run.
@@ -121,7 +122,9 @@ class AttachedRecorder:
         alarms: Alarms | None = None,
         run: TrainingRun | None = None,
         is_hosted: bool = False,
+        contracts: Callable[..., WatchedContracts] | None = None,
     ) -> None:
+        self.contracts: WatchedContracts | None = None
         self._run, self.is_attached = run, False
         self.options, self.memory, self.output, self.is_hosted = options, memory, output, is_hosted
         self._pass_on, self._ended = publish, ended
@@ -192,6 +195,9 @@ class AttachedRecorder:
             optimizer.hook(self._before_update, self._after_step)
             self.is_attached = True
             _attached.add(self)
+            if contracts is not None:
+                self.contracts = contracts(model, optimizer, partial(getattr, self.batches, "is_paused"))
+                self._keep_contracts()
         except BaseException:
             self.batches.detach()
             raise
@@ -246,6 +252,7 @@ class AttachedRecorder:
         if not self.is_attached or self._optimizer is None:
             return
         self.is_attached = False
+        self._end_contracts()
         self._optimizer.unhook()
         try:
             self._optimizer.end_update()
@@ -273,6 +280,7 @@ class AttachedRecorder:
         """Complete the record of a run whose recorder nobody detached: it is no longer used, or the process ends."""
         self.is_attached = False
         with contextlib.suppress(Exception):  # an exception here would be printed, and no one can handle it
+            self._end_contracts()
             if self._optimizer is not None:
                 self._optimizer.unhook()
             self._close_row()
@@ -287,6 +295,16 @@ class AttachedRecorder:
     def _end_memory(self) -> None:
         self.memory.step = self.step
         self._ended()
+
+    def _end_contracts(self) -> None:
+        if self.contracts is not None:
+            self.contracts.end()
+            self._keep_contracts()
+
+    def _keep_contracts(self) -> None:
+        """Keep the results of contracts so far in the store."""
+        if self.contracts is not None and (report := self.contracts.report) is not None:
+            self.output.commit(contracts=json.dumps(report.as_json()))
 
     def _keep_state(self) -> None:
         """Keep in the memory, and in the store, what the next recorder of this run needs."""
@@ -439,6 +457,7 @@ class AttachedRecorder:
             return
         if self._is_lean:
             self.batches.forget()
+            self._test_contracts()
             self._budget.skip_step()
             self._has_updated = self._was_lean = True
             self._go_on()
@@ -463,10 +482,24 @@ class AttachedRecorder:
                 self._has_updated = True
                 with self.batches.paused():
                     self._measure(collectors, due, self.step)
+            self._test_contracts()
             self._end_budget_step()
             self._go_on()
             if not self.batches.has_seen and not self.is_hosted:
                 self._close_row()  # no hook marks the beginning of the next batch
+
+    def _test_contracts(self) -> None:
+        """Test contracts of the training that are due, and raise alarms for those that are broken."""
+        contracts, budget = self.contracts, self._budget
+        if contracts is None or not contracts.is_due:
+            return
+        share = budget.cost().share
+        is_within = budget.share is None or share < budget.share
+        with budget.timed("contracts"), self.batches.paused():
+            broken = contracts.test(budget.known().get("step", 0.0), is_within_budget=is_within)
+            self._keep_contracts()
+        for each in broken:
+            self._publish(broken_contract(self.step, each.id, each.sentence))
 
     def _go_on(self) -> None:
         """Begin the next step."""
@@ -760,8 +793,10 @@ class AttachedRecorder:
 
     def _publish(self, observation: Observation, *, is_checked: bool = True) -> None:
         """Store an observation and pass it on, to observers last, since they may raise exceptions."""
-        # Changed settings are events, and the owner of the store writes its monitors.
-        if observation.part != "settings" and not (self.is_hosted and observation.part == "monitors"):
+        # Changed settings and broken contracts are events, and the owner of the store writes its monitors.
+        if observation.part not in ("settings", "contracts") and not (
+            self.is_hosted and observation.part == "monitors"
+        ):
             self.output.add(observation.part, observation.step, observation.values, observation.coords)
         if self._alarms is not None and is_checked:
             with self._budget.timed("alarms" if observation.part == "monitors" else observation.part):

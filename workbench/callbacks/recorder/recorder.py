@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from workbench.callbacks.recorder.watched_contracts import WatchedContracts
     from workbench.models.subject import Subject
     from workbench.training.callback import TrainingRun
 
@@ -172,6 +173,7 @@ class Recorder:
         self._reading: ModelReading | None = None
         self.memory = RecorderMemory()
         self._ended: Callable[[], None] = lambda: None
+        self._contracts: Callable[..., WatchedContracts] | None = None
         self._last_model: weakref.ref[nn.Module] | None = None
         self._is_loaded = False
         # With several ranks this is checked at `attach`: the first rank may write before another one gets here.
@@ -261,6 +263,7 @@ class Recorder:
             alarms=alarms,
             run=run,
             is_hosted=host is not None,
+            contracts=self._contracts,
         )
         if step and stored:
             self._attached._keep_state()  # that in the store may be one of a later step, whose rows were dropped
