@@ -290,31 +290,56 @@ def resume(lab: Lab) -> Result:
     """
     if (found := _resumed_trainer(lab)) is not None:
         return found
-    acts = lab.seen.acts
-    reads = [i for i, act in enumerate(acts) if act.kind == "file read" and act.numbers["optimizer"]]
+    seen, acts = lab.seen, lab.seen.acts
+    reads = [act for act in acts if act.kind == "file read" and (act.numbers["optimizer"] or act.numbers["schedule"])]
     if not reads:
         return not_applicable("No file with the state of an optimizer is read.")
-    i = reads[-1]
-    read = acts[i]
-    loads = [act for act in acts[i + 1 :] if act.n_passes == read.n_passes and act.kind.endswith(" loads")]
-    models = [act.of for act in loads if act.kind == "module loads" and isinstance(act.of, nn.Module)]
-    later = [call.module for one in lab.seen.passes[read.n_passes :] for call in one.calls]
-    later += [lab.seen.interrupted.module] if lab.seen.interrupted is not None else []
-    if not any(bare(module) is bare(model) for module in later for model in models):
+    read, names = reads[-1], ("optimizer", "schedule")
+    around = [act for act in acts if act.n_passes == read.n_passes]
+    files = [act for act in around if act.kind == "file read"]
+    held = {name for name in (*names, "generator") if any(act.numbers[name] for act in files)}
+    loads = [act for act in around if act.kind.endswith(" loads") and act.numbers.get("n_states", 1)]
+    loaded = {kind: [act.of for act in loads if act.kind == f"{kind} loads"] for kind in ("module", *names)}
+    models = [each for each in loaded["module"] if isinstance(each, nn.Module)]
+    later = [call.module for one in seen.passes[read.n_passes :] for call in one.calls]
+    later += [seen.interrupted.module] if seen.interrupted is not None else []
+    trained = {id(p) for module in later for p in module.parameters()}
+    if not any(id(p) in trained for model in models for p in model.parameters()):
+        shapes = [[p.shape for p in bare(module).parameters()] for module in later]
+        called = {id(bare(call.module)) for call in (*seen.calls, *(look.call for look in seen.looks))}
+        unused = [m for m in models if id(bare(m)) not in called and [p.shape for p in m.parameters()] in shapes]
+        if (
+            unused
+            and loaded["optimizer"]
+            and not any(of is each for of in loaded["optimizer"] for each in seen.optimizers)
+        ):
+            return failed(
+                "States are loaded into a model and an optimizer that are not used afterwards; others of the same "
+                "shapes are trained.",
+                where=f"the model and the optimizer ({read.line})",
+                remedy="load after the model and the optimizer of the training are built.",
+            )
         return not_applicable("No model that is loaded from a file is trained afterwards.")
-    kinds = {act.kind for act in loads}
-    missing = [name for name in ("optimizer", "schedule") if read.numbers[name] and f"{name} loads" not in kinds]
+    written = any(a.kind == "file write" and a.of == read.of and a.numbers["by_script"] for a in acts)
+    missing = [name for name in names if name in held and not loaded[name]]
+    words = f"The file that {read.line} reads has the state of the {' and the '.join(missing)}, which is not loaded"
+    if not missing and "optimizer" not in held and any(of.state for of in seen.optimizers):
+        missing, words = (
+            ["optimizer"],
+            f"The file that {read.line} reads has the state of a schedule and of no optimizer",
+        )
     if missing:
-        words = f"The file that {read.line} reads has the state of the {' and the '.join(missing)}, which is not loaded"
-        written = any(a.kind == "file write" and a.of == read.of and a.numbers["by_script"] for a in acts[:i])
-        if not written and len(missing) == len([name for name in ("optimizer", "schedule") if read.numbers[name]]):
+        if not written and {*missing} == held - {"generator"}:
             raise NotTestedError(f"{words[0].lower()}{words[1:]}: is a new training meant to begin with its weights?")
         return failed(
-            f"{words}, and the model is.",
+            f"{words}, and the model is loaded.",
             where=f"the {missing[0]} ({read.line})",
-            remedy="load it with load_state_dict().",
+            remedy="save its state_dict(), and load it with load_state_dict().",
         )
-    if read.numbers["generator"] and _is_replayed(lab, read.n_passes):
+    # At the end of an epoch without shuffling, the first batch is the next one.
+    n = seen.n_earlier + read.n_passes
+    sizes = [len(each) for each in seen.loaders if hasattr(each.dataset, "__len__")]
+    if "generator" in held and not any(size and n % size == 0 for size in sizes) and _is_replayed(lab, read.n_passes):
         return _replayed(read.line, "restore the state of its generator or sampler, which the file may hold.")
     return passed("States of optimizer and schedule in the file that is read are loaded.")
 
@@ -347,9 +372,8 @@ def _replayed(line: str, remedy: str) -> Result:
 
 def _is_replayed(lab: Lab, n_passes: int) -> bool:
     """Return whether the first batch after some passes is the first of all, which none between them is."""
-    passes = [one for one in lab.seen.passes if one.calls and one.calls[0].is_kept]
-    keys = [digest(tensors_in([one.calls[0].args, one.calls[0].kwargs])) for one in passes]
-    before, after = keys[:n_passes], keys[n_passes:]
+    keys, n = lab.seen.keys + lab.seen.keys_of_passes(), len(lab.seen.keys) + n_passes
+    before, after = keys[:n], keys[n:]
     if not after and (call := lab.seen.interrupted) is not None:
         after = [digest(tensors_in([call.args, call.kwargs]))]
     return len(before) > 1 and bool(after) and after[0] == before[0] and before.count(before[0]) == 1

@@ -8,7 +8,7 @@ import hashlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
@@ -43,6 +43,8 @@ _N_SAMPLED, _MOST_SAMPLED = 8, 1 << 18
 _MOST_LINES = 4
 #: Most tensors of an output whose gradients are read.
 _MOST_OUTPUTS = 8
+#: Acts of an earlier stage that matter in later ones.
+_LASTING = ("create", "file read", "file write")
 #: Most calls without gradient that are noted.
 _MOST_LOOKS = 4096
 
@@ -241,38 +243,53 @@ class Observer:
         is_brief: Whether nothing is noted before the first pass, and no copy of all parameters is kept.
         has_ended: Whether the script ended before the number of updates was reached.
         loaders: Loaders of data that were read.
+        keys: Hash of the inputs of each kept pass of earlier stages.
+        n_earlier: Number of updates of earlier stages.
+        n_unseen: Number of updates after the experiments.
+        waiting: Function that is called before each forward pass after the experiments, while a further stage is waited
+            for: one that begins with a new optimizer, or with a state that one loads. None to wait for none.
         parameters: Parameters with their names, in the order of the arrays of norms.
     """
 
     def __init__(self, n_updates: int = 20, ready: Callable[[Observer], None] = lambda seen: None) -> None:
         self.n_updates, self._ready = n_updates, ready
+        self.acts: list[Act] = []
+        self._n_acts = 0  # at the experiments
+        self.optimizers: list[Any] = []
+        self.loaders: list[Any] = []
+        self.keys: list[str] = []
+        self.n_earlier = 0
+        self.sees_all = self.has_ended = self.is_brief = False
+        self.waiting: Callable[[], None] | None = None
+        self._origins = Origins()
+        self._undo: list[Callable[[], None]] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a stage of the training, of whose acts alone earlier ones are known."""
         self.calls: list[Call] = []
         self.passes: list[Backward] = []
         self.updates: list[Update] = []
-        self.acts: list[Act] = []
         self.looks: list[Look] = []
         self.modes: list[Mode] = []
         self.interrupted: Call | None = None
         self.at_first: dict[int, tuple[float, float]] = {}
         self.events: list[Backward | Update | Act] = []
         self.checkpoints: set[str] = set()
-        self.sees_all = self.has_ended = self.is_brief = False
         self.called: set[nn.Module] = set()
         self.parameters: dict[int, tuple[str, Tensor]] = {}
-        self.optimizers: list[Any] = []
-        self.loaders: list[Any] = []
+        self.optimizers.clear()
         self.n_done = 0
+        self._depth = threading.local()
         self._is_passing = False
         self._open: list[Call] = []  # since the last backward pass
-        self._depth = threading.local()
         self._tape: Tape | None = None
-        self._origins = Origins()
         self._n_bytes = 0
         self._stepped: set[int] = set()
         self._looked: set[tuple[int, bool, bool]] = set()
         self._stepping: list[Update] = []
         self._sizes: dict[int, float] = {}  # norm of each parameter when it was seen first
-        self._undo: list[Callable[[], None]] = []
+        self.n_unseen = 0  # updates after the experiments
         self.is_over = False
 
     # What the training consists of
@@ -282,6 +299,20 @@ class Observer:
         """Modules that the loop calls and that have trained parameters, the largest first, without wrappers."""
         found = dict.fromkeys(bare(call.module) for call in self.calls if call.reached)
         return sorted(found, key=lambda each: -sum(p.numel() for p in each.parameters() if p.requires_grad))
+
+    def keys_of_passes(self) -> list[str]:
+        """Return a hash of the inputs of each kept pass of this stage."""
+        first = [one.calls[0] for one in self.passes if one.calls and one.calls[0].is_kept]
+        return [digest(tensors_in([call.args, call.kwargs])) for call in first]
+
+    def _begin_again(self) -> None:
+        """Begin another stage, for which the loop itself was not observed."""
+        self.keys += self.keys_of_passes()
+        self.n_earlier += self.n_done + self.n_unseen
+        known = [act for i, act in enumerate(self.acts) if i >= self._n_acts or act.kind in _LASTING]
+        self.acts = [replace(act, update=0, n_passes=0) for act in known]
+        self.waiting = None
+        self._begin()
 
     @property
     def n_passes(self) -> int:
@@ -400,7 +431,11 @@ class Observer:
     # Forward passes
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
-        if torch.compiler.is_compiling() or self.is_over or threading.current_thread() is not threading.main_thread():
+        if torch.compiler.is_compiling() or threading.current_thread() is not threading.main_thread():
+            return
+        if self.is_over:
+            if self.waiting is not None:
+                self.waiting()
             return
         leave_closed()
         depth = getattr(self._depth, "n", 0)
@@ -473,7 +508,7 @@ class Observer:
     def finish(self) -> None:
         """Make the experiments, once."""
         if not self.is_over:
-            self.is_over = True
+            self.is_over, self._n_acts = True, len(self.acts)
             self._close_tape()
             self._ready(self)
 
@@ -605,6 +640,7 @@ class Observer:
 
     def _before_step(self, of: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.is_over:
+            self.n_unseen += 1
             return None
         leave_closed()
         return acting_on_gradients(of, args, kwargs, lambda loss: self._note_update(of))
@@ -711,8 +747,13 @@ class Observer:
             result = own(*args, **kwargs)
             if torch.compiler.is_compiling():
                 return result
+            is_begun = kind == "optimizer loads" or (kind == "create" and isinstance(of, optimizer.Optimizer))
+            if is_begun and self.is_over and self.waiting is not None:
+                self._begin_again()
             scale = getattr(of, "_scale", None) if kind.startswith("scaler") else None
             numbers = {} if scale is None else {"scale": float(scale)}
+            if kind == "optimizer loads":
+                numbers["n_states"] = float(len(of.state))
             if kind == "schedule" and isinstance(of, lr_scheduler.ReduceLROnPlateau) and len(args) > 1:
                 numbers["metric"] = float(args[1])
             self._note(kind, None if isinstance(of, Tensor) else of, numbers)
@@ -747,7 +788,7 @@ class Observer:
         return call
 
     def _note(self, kind: str, of: Any, numbers: dict[str, float]) -> None:
-        if not self.is_over:
+        if not self.is_over or self.waiting is not None:
             self.acts.append(Act(kind, self.n_done, len(self.passes), line_of_script(), of, numbers))
             self.events.append(self.acts[-1])
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from workbench.contracts.results import CheckReport, Result, Status
 from workbench.errors import OptionError
@@ -20,6 +21,9 @@ from workbench.errors import OptionError
 #: Exit statuses of a check.
 PASSED, FAILED, NOT_TESTED = 0, 1, 2
 _STATUSES = {Status.FAILED: FAILED, Status.NOT_TESTED: NOT_TESTED}
+#: Most stages of a training that are observed. After the experiments, another one is waited for during this multiple of
+#: the observed updates, and at most as many seconds.
+_MOST_STAGES, _MORE_UPDATES, _MOST_SECONDS = 3, 2, 10.0
 #: Options of Python and torchrun that have a value of their own.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 
@@ -55,7 +59,7 @@ def check_script(
     if not ranks:
         words = f"ended with status {status}" if status else "ended"
         raise OptionError(f"The script {words} before its first update; pass a command that trains a model with torch.")
-    return merged([CheckReport.of_json(each) for each in ranks])
+    return merged([_in_stages(stages) for stages in ranks])
 
 
 def _within(command: list[str], own: list[str]) -> list[str]:
@@ -98,6 +102,21 @@ def merged(ranks: Sequence[CheckReport]) -> CheckReport:
     return CheckReport(found, ranks[0].n_updates, max(report.seconds for report in ranks), ranks[0].losses)
 
 
+def _in_stages(stages: Sequence[dict[str, Any]]) -> CheckReport:
+    """Return one report of the stages of a training, each contract with the stage that says most about it."""
+    order = [Status.FAILED, Status.ACCEPTED, Status.PASSED, Status.NOT_TESTED, Status.NOT_APPLICABLE]
+    reports = [CheckReport.of_json(each) for each in stages]
+    found = list(reports[0].checks)
+    for stage, report in zip(stages[1:], reports[1:], strict=True):
+        for i, old in enumerate(found):
+            new = report[old.id]
+            if order.index(new.status) < order.index(old.status):
+                found[i] = replace(new, where=new.where and f"{new.where} (after update {stage['n_earlier']})")
+    losses = [loss for report in reports for loss in report.losses]
+    n_updates, seconds = (sum(getattr(each, name) for each in reports) for name in ("n_updates", "seconds"))
+    return CheckReport(found, n_updates, seconds, losses)
+
+
 def exit_status(report: CheckReport) -> int:
     """Return the exit status of a report: 0 all passed, 1 something failed, 2 something could not be tested."""
     return _STATUSES.get(Status(report.verdict), PASSED)
@@ -118,7 +137,7 @@ def main() -> None:
     from workbench.contracts.lab import all_results, show_progress
     from workbench.contracts.observer import Finished, Observer
 
-    ends_by_itself = False
+    ends_by_itself, reports = False, list[dict[str, Any]]()
 
     def ready(seen: Observer) -> None:
         start = time.perf_counter()
@@ -126,9 +145,18 @@ def main() -> None:
             results = all_results(seen, tuple(given.accept), bar)
         losses = [each.loss for each in seen.passes]
         report = CheckReport(results, seen.n_done, time.perf_counter() - start, losses)
+        reports.append({**report.as_json(), "n_earlier": seen.n_earlier})
         name = f"{int(os.environ.get('RANK', 0)):05}.json"
-        (given.folder / name).write_text(json.dumps(report.as_json()), encoding="utf-8")
-        if not (given.go_on or ends_by_itself):
+        (given.folder / name).write_text(json.dumps(reports), encoding="utf-8")
+        if len(reports) < _MOST_STAGES and "RANK" not in os.environ:
+            until, most = time.perf_counter() + _MOST_SECONDS, _MORE_UPDATES * given.updates
+
+            def wait() -> None:
+                if not given.go_on and (time.perf_counter() > until or seen.n_unseen > most):
+                    raise Finished
+
+            seen.waiting = wait
+        elif not (given.go_on or ends_by_itself):
             raise Finished
 
     sys.argv = script[1:] if script[0] == "-m" else script
