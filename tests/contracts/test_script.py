@@ -8,7 +8,7 @@ import pytest
 
 import workbench.cli
 from workbench.contracts.results import CheckReport, Result, Status
-from workbench.contracts.script import _within, exit_status, merged
+from workbench.contracts.script import _in_stages, _within, exit_status, merged
 
 pytestmark = [pytest.mark.subprocess]
 
@@ -55,6 +55,57 @@ def script(tmp_path):
 def run(*words, cwd):
     command = [sys.executable, "-m", "workbench", *map(str, words)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+STAGES = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def train(n, optimizer, clears=True):
+    for _ in range(n):
+        x = torch.randn(6, 4)
+        if clears:
+            optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, :3].argmax(1)).backward()
+        optimizer.step()
+
+
+optimizer = torch.optim.Adam(model.parameters())
+train(7, optimizer)
+torch.save({"optimizer": optimizer.state_dict(), "model": model.state_dict()}, "last.pt")
+state = torch.load("last.pt")
+model.load_state_dict(state["model"])
+optimizer = torch.optim.Adam(model.parameters())
+train(9, optimizer, clears=False)
+"""
+
+
+@pytest.mark.medium
+def test_a_later_stage_of_a_script_is_checked_too(tmp_path):
+    (tmp_path / "train.py").write_text(STAGES)
+    run("check", "--updates", 5, "--json", tmp_path / "o.json", "--", "python", "train.py", cwd=tmp_path)
+    found = json.loads((tmp_path / "o.json").read_text())
+    by_id = {each["id"]: each for each in found["checks"]}
+    assert found["n_updates"] == 10
+    assert len(found["losses"]) == 10
+    assert {id for id, each in by_id.items() if each["status"] == "failed"} == {"resume", "gradients_cleared"}
+    assert by_id["resume"]["where"].startswith("the optimizer (train.py:")
+    assert by_id["gradients_cleared"]["where"].endswith("(after update 7)")
+
+
+def test_results_of_stages_become_one():
+    def stage(status, n_earlier):
+        result = Result("causal", status, f"{status}", where="the mask" if status is Status.FAILED else "")
+        return CheckReport([result], 3, 0.5, [1.0]).as_json() | {"n_earlier": n_earlier}
+
+    both = _in_stages([stage(Status.PASSED, 0), stage(Status.NOT_TESTED, 9), stage(Status.FAILED, 20)])
+    assert both["causal"].where == "the mask (after update 20)"
+    assert (both.n_updates, both.seconds, both.losses) == (9, 1.5, (1.0, 1.0, 1.0))
+    assert _in_stages([stage(Status.PASSED, 0), stage(Status.NOT_TESTED, 9)])["causal"].status is Status.PASSED
 
 
 @pytest.mark.medium

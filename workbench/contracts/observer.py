@@ -753,7 +753,7 @@ class Observer:
             scale = getattr(of, "_scale", None) if kind.startswith("scaler") else None
             numbers = {} if scale is None else {"scale": float(scale)}
             if kind == "optimizer loads":
-                numbers["n_states"] = float(len(of.state))
+                numbers["n_states"] = float(len(getattr(of, "state", ())))
             if kind == "schedule" and isinstance(of, lr_scheduler.ReduceLROnPlateau) and len(args) > 1:
                 numbers["metric"] = float(args[1])
             self._note(kind, None if isinstance(of, Tensor) else of, numbers)
