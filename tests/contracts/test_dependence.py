@@ -3,6 +3,8 @@ import torch
 from torch import nn
 
 from tests.contracts.small import LENGTH, Model, checked, class_loss, lm_loss, next_token, tokens
+from workbench.contracts.lab import Lab
+from workbench.contracts.observer import Observer
 from workbench.contracts.results import Status
 
 
@@ -57,6 +59,18 @@ def test_batch_norm_is_no_mixture_in_eval_mode():
     report = checked(layers, class_loss, batches)
     assert report["examples_independent"].status is Status.PASSED
     assert report["causal"].status is Status.NOT_APPLICABLE
+
+
+def test_passes_in_train_mode_leave_the_statistics_of_norms_over_the_batch():
+    layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    with Observer(1) as seen:
+        class_loss(layers, (torch.randn(6, 8), torch.randint(0, 3, (6,)))).backward()
+    before, lab = [each.clone() for each in layers.buffers()], Lab(seen)
+    with lab.undisturbed(lab.call):
+        layers.train()
+        lab.run(lab.call)
+        assert not torch.equal(before[0], layers[1].running_mean)
+    assert all(map(torch.equal, before, layers.buffers()))
 
 
 def padded() -> list[tuple[torch.Tensor, torch.Tensor]]:

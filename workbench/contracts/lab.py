@@ -186,8 +186,7 @@ class Lab:
         module = bare(call.module)
         with ExitStack() as stack:
             stack.callback(reshard, module)  # gathered parameters would be taken for those of the model
-            if trains:
-                stack.enter_context(restored_buffers(module))
+            stack.enter_context(restored_buffers(module))
             stack.enter_context(undisturbed(module))
             if gradients:
                 stack.enter_context(torch.enable_grad())
