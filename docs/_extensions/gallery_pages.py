@@ -13,6 +13,7 @@ import textwrap
 from functools import cache
 from pathlib import Path
 
+from contract_pages import write_contracts
 from generated_files import remove_others, write
 from notebook_pages import card, fenced, table
 
@@ -146,6 +147,10 @@ def write_gallery(app):
             listed.append(f"{section}/{example.name}")
         cards = "\n\n".join(example.card(with_picture=with_picture) for example in own)
         index.append(f"## {title}\n\n::::::{{container}} cards\n{cards}\n::::::")
+    if with_picture:
+        written.add(write_contracts(GALLERY / "contracts.md", library_state(), PICTURES))
+        listed.append("contracts")
+        index.append("## Contracts\n\n[Broken contracts](contracts.md): each contract of `wb.check`, broken by one line.")
     index.append("```{toctree}\n:hidden:\n\n" + "\n".join(listed) + "\n```\n")
     write(GALLERY / "index.md", "\n\n".join(index))
     remove_others(GALLERY, "*.md", written)
