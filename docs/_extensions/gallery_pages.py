@@ -147,10 +147,10 @@ def write_gallery(app):
             listed.append(f"{section}/{example.name}")
         cards = "\n\n".join(example.card(with_picture=with_picture) for example in own)
         index.append(f"## {title}\n\n::::::{{container}} cards\n{cards}\n::::::")
-    if with_picture:
-        written.add(write_contracts(GALLERY / "contracts.md", library_state(), PICTURES))
-        listed.append("contracts")
-        index.append("## Contracts\n\n[Broken contracts](contracts.md): each contract of `wb.check`, broken by one line.")
+    state = library_state() if with_picture else ""
+    written.add(write_contracts(GALLERY / "contracts.md", state, PICTURES, with_results=with_picture))
+    listed.append("contracts")
+    index.append("## Contracts\n\n[Broken contracts](contracts.md): each contract of `wb.check`, broken by one line.")
     index.append("```{toctree}\n:hidden:\n\n" + "\n".join(listed) + "\n```\n")
     write(GALLERY / "index.md", "\n\n".join(index))
     remove_others(GALLERY, "*.md", written)

@@ -196,6 +196,11 @@ _FAULTS = (
     Fault("clipped after the step", "clipping_order", Training.order,
           lambda self: ["step", "clip", "follow", "clear"], _PLAIN),
     Fault("clipped before the scale is divided out", "clipping_order", Half.unscale, lambda self: None, (Half,)),
+    Fault("positions in bfloat16", "precision_by_position", Decoder.states,
+          lambda self, ids: self.embedding(ids) + self.positions(torch.arange(ids.shape[1])).bfloat16(),
+          (Training, Encoding)),
+    Fault("gradient reversed", "overfits_one_batch", Decoder.outputs,
+          lambda self, states, ids: 2 * self.head(self.norm(states)).detach() - self.head(self.norm(states))),
 )  # fmt: skip
 #: Faults of `miswired` by name.
 MISWIRED = {fault.name: fault for fault in _FAULTS}
