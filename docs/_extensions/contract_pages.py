@@ -14,15 +14,16 @@ from notebook_pages import fenced
 _N_UPDATES, _N_LAST, _N_COLUMNS = 100, 10, 5
 _INTRODUCTION = """# Broken contracts
 
-Each contract of `wb.check`, broken by one line. The trainings are small, those of the [course](../course.md): a decoder on
-texts, unless another kind is named. `wb.course.miswired("no causal mask").check()` repeats one, and
+Each contract of `wb.check`, broken by one line. The trainings are small, those of the [course](../course.md): a
+decoder on texts, unless another kind is named. `wb.course.miswired("no causal mask").check()` repeats one, and
 [this page](../how_to/check_my_training.md) says how to check your own. Not shown are contracts of several processes:
 {ranks}.
 """
 _PICTURE = """## What the curve shows
 
 The loss over {n} updates of each training (orange) and of the sound one (gray). In {n_like} of {n_all}, the mean loss
-of the last {n_last} updates is within 10 % of the sound one; in {n_better} others it is lower, which looks like success.
+of the last {n_last} updates is within 10 % of the sound one; in {n_better} others it is lower, which
+looks like success.
 
 ![Small panels of the loss with and without the wrong line, one for each contract]({picture})
 """
