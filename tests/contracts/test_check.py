@@ -170,6 +170,16 @@ def test_a_trainer_of_transformers(tmp_path):
     assert "2 positions later" in found.evidence
 
 
+@pytest.mark.filterwarnings("error:.*global hooks")
+def test_a_module_that_is_compiled_in_place():
+    model = Model()
+    model.compile(backend="eager")
+    compiled = model._compiled_call_impl
+    found = checked(model)
+    assert found["causal"].status is found["compiled_equals_eager"].status is Status.PASSED
+    assert model._compiled_call_impl is compiled
+
+
 def test_derivatives_outside_of_backward_are_no_passes():
     def loss(model, ids):
         embedded = model(ids)

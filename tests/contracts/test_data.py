@@ -53,6 +53,22 @@ def test_logits_that_are_transposed_before_they_are_flattened():
     assert "transposed" in found.evidence
 
 
+def test_labels_that_are_transposed_before_they_are_flattened():
+    def loss(model, ids):
+        return functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].T.flatten())
+
+    found = checked(loss=loss)["labels_aligned"]
+    assert found.status is Status.FAILED
+    assert "transposed" in found.evidence
+
+
+def test_gradients_below_normal_numbers_say_nothing_of_classes():
+    def loss(model, ids):
+        return 1e-44 * next_token(model(ids), ids)
+
+    assert checked(loss=loss)["labels_aligned"].status is not Status.FAILED
+
+
 def test_other_losses_cannot_be_read():
     report = checked(None, lambda model, ids: model(ids).square().mean())
     assert report["labels_aligned"].status is Status.NOT_TESTED

@@ -97,6 +97,16 @@ def test_padding_on_the_left_needs_its_mask(is_passed):
         assert "test_dependence.py" in found.where
 
 
+def test_outputs_that_are_not_finite_say_nothing_of_the_order():
+    class Infinite(Model):
+        def forward(self, ids):
+            return super().forward(ids) * float("nan")
+
+    found = checked(Infinite())
+    assert found["finite"].status is Status.FAILED
+    assert found["order_matters"].status is found["labels_present"].status is Status.NOT_TESTED
+
+
 def test_a_batch_without_padding_needs_no_mask():
     assert checked(None, lm_loss)["mask_respected"].status is Status.NOT_APPLICABLE
 

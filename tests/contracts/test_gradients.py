@@ -104,6 +104,19 @@ def test_a_module_that_is_never_called_is_named():
     assert found.where == "middle"
 
 
+def test_a_norm_that_is_never_called_is_named_beside_others_of_its_kind():
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.before, self.after = nn.LayerNorm(6), nn.LayerNorm(6)
+
+        def forward(self, x):
+            return self.before(x)
+
+    found = trained(Net(Normed()))["modules_used"]
+    assert (found.status, found.where) == (FAILED, "middle.after")
+
+
 def test_weights_of_functional_calls_are_used():
     net = Net(use=lambda net, x: functional.linear(x, net.middle.weight, net.middle.bias))
     found = trained(net)

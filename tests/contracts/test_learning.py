@@ -133,6 +133,13 @@ def test_a_file_of_a_model_that_is_not_trained(tmp_path):
     assert learning.resume(resumed(tmp_path, [])).status is Status.NOT_APPLICABLE
 
 
+def test_the_negative_of_an_error():
+    found = checked(loss=lambda model, ids: -next_token(model(ids), ids))["descends"]
+    assert found.status is Status.FAILED
+    assert "negative of an error" in found.evidence
+    assert "test_learning.py" in found.where
+
+
 class Reversed(torch.autograd.Function):
     """The identity, with a gradient of the other sign."""
 

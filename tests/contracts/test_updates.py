@@ -309,10 +309,19 @@ def test_scales_and_clippings_in_a_wrong_order(id, options, words):
     assert fails(scaled(**options)[id], words)
 
 
-def test_clipping_without_parameters():
+def test_updates_without_gradients_beside_a_frozen_parameter():
+    model = net()
+    model[0].bias.requires_grad_(False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    assert fails(trained(model, optimizer, before=model.zero_grad)["update_as_predicted"], "none of its 3 parameters")
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_clipping_without_parameters(is_used):
     model = net()
     parameters = model.parameters()
-    list(parameters)
+    if is_used:
+        list(parameters)
     found = trained(
         model, SGD(model.parameters(), lr=0.1), 4, before=lambda: nn.utils.clip_grad_norm_(list(parameters), 1.0)
     )

@@ -133,6 +133,7 @@ def _observe_loop(
     with restored(model, optimizers):
         seen = Observer(updates, ready)
         with seen:
+            seen.see_compiled(model)
             given = [*islice(batches, updates)]
             if not given:
                 raise OptionError("The batches are empty; pass at least one.")

@@ -76,6 +76,14 @@ def labels_aligned(lab: Lab) -> Result:
     # Of tokens that are masked at random, some are kept as they are.
     if found[0] >= max(0.5, found[1]) and lab.labels.n_classes > int(lab.tokens.max()):
         shift = 0
+    labels = lab.labels.labels
+    turned = labels.flatten().view(labels.shape[::-1]).mT
+    if shift is None and agreement(lab.tokens.cpu(), turned, 1) >= _NEARLY_ALL:
+        return failed(
+            "The labels are those of other examples and positions: the next tokens, transposed.",
+            where=lab.seen.place_of_loss,
+            remedy="flatten logits and labels in the same order.",
+        )
     if shift is None:
         return not_applicable("The labels are no tokens of the input at a fixed distance.")
     words = "the tokens that the model reads at the same position"

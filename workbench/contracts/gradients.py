@@ -144,8 +144,9 @@ class _Group:
         for name, other in modules.items():
             if other is not module and type(other) is type(module) and [p.shape for p in other.parameters()] == shapes:
                 is_alike = any(id(p) in with_gradient for p in other.parameters())
-                is_in_list = _outer(name) == parent and isinstance(modules[parent], nn.ModuleList)
-                self.is_like_another |= is_alike
+                is_in_list = _outer(name) == parent and isinstance(modules[parent], nn.ModuleList | nn.ModuleDict)
+                # A norm is like any other: one that is alone is forgotten.
+                self.is_like_another |= is_alike and (is_in_list or bool([*module.children()]))
                 self.is_twin |= is_alike and not is_in_list
 
 

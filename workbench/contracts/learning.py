@@ -53,6 +53,15 @@ def descends(lab: Lab) -> Result:
             where=f"{type(updates[0].optimizer).__name__} ({updates[0].line})",
             remedy="leave out maximize=True, a negative rate, or a sign before the loss.",
         )
+    if (tape := next((t for t in lab.tapes if t.functions[-1:] in (["neg"], ["__neg__"])), None)) is not None:
+        losses = [one.loss for one in seen.passes]
+        if len(found) == 1 and _is_error(seen.passes[0]) and max(losses) < 0:
+            return failed(
+                f"The loss that is made smaller is the negative of an error, {number_in_words(losses[0])} at first and "
+                f"{number_in_words(losses[-1])} at last.",
+                where=", ".join(tape.lines[-1:]) or seen.place_of_loss,
+                remedy="leave out the sign before the loss.",
+            )
     updates = max(found.values(), key=len)
     n = sum(update.cosine < 0 for update in updates)
     return passed(f"{n} of {len(updates)} updates go down their gradient, the last with {updates[-1].cosine:.2g}.")

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType, SimpleNamespace, TracebackType
@@ -368,8 +369,12 @@ class Observer:
             optimizer.register_optimizer_step_pre_hook(self._before_step).remove,
             optimizer.register_optimizer_step_post_hook(self._after_step).remove,
         ]
+        warnings.filterwarnings("ignore", message="Using `torch.compile.* global hooks")
+        entry: Any = warnings.filters[0]
+        self._undo.append(lambda: _remove(warnings.filters, entry))
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(nn.Module, "train", self._set_mode)
+        self._replace(nn.Module, "compile", self._compile)
         self._replace(DataLoader, "__iter__", self._read)
         self._replace(torch, "save", self._file("write"))
         self._replace(torch, "load", self._file("read"))
@@ -505,6 +510,27 @@ class Observer:
         self.modes.append(Mode(module, mode, line_of_script(), not is_ours))
         return result
 
+    def _compile(self, own: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        own(module, *args, **kwargs)
+        self.see_compiled(module)
+
+    def see_compiled(self, module: nn.Module) -> None:
+        """Observe the calls of a module if it was compiled in place, as its hooks are a part of the compiled code."""
+        if (compiled := module._compiled_call_impl) is None:
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._enter(module, args)
+            output = None
+            try:
+                output = compiled(*args, **kwargs)
+            finally:
+                self._leave(module, args, kwargs, output)
+            return output
+
+        module._compiled_call_impl = call
+        self._undo.append(lambda: setattr(module, "_compiled_call_impl", compiled))
+
     def finish(self) -> None:
         """Make the experiments, once."""
         if not self.is_over:
@@ -573,7 +599,9 @@ class Observer:
             if gradient is None or is_loss or i in call.labels or not held:
                 return
             logits, gradient = held.pop(), gradient.detach()
-            if bool(torch.isfinite(gradient).all()) and gradient.any():
+            if not bool(torch.isfinite(gradient).all()):
+                return
+            if float(gradient.abs().amax()) > 64 * torch.finfo(gradient.dtype).tiny:  # sums of subnormal numbers round
                 call.class_axes[i] = axes = _axes_that_sum_to_zero(gradient)
                 classes = [axis for axis in axes if axis]
                 if classes and gradient.ndim - 1 not in classes:  # such as (batch, class, token)
@@ -831,6 +859,12 @@ def _axes_that_sum_to_zero(gradient: Tensor) -> list[int]:
     sums = [(axis, g.sum(axis).abs().amax(), g.abs().sum(axis).amax()) for axis in range(g.ndim)]
     limit = max(1e-3, 64 * torch.finfo(gradient.dtype).eps)
     return [axis for axis, total, size in sums if float(total) <= limit * float(size)]
+
+
+def _remove(values: Any, value: Any) -> None:
+    """Remove a value from a list if it is still there."""
+    if value in values:
+        values.remove(value)
 
 
 def _subclasses(kind: type) -> set[type]:

@@ -233,10 +233,11 @@ def _without_effect(seen: Observer) -> Result | None:
         if len(updates) < _LEAST_STILL or not held:
             continue
         words, line = f"{type(of).__name__} made {len(updates)} updates", updates[0].line
-        if np.isnan(norms).all() and all(id(p) in live or hasattr(p, "full_tensor") for p in held):
-            words += f", none of its {len(held)} parameters with a gradient."
+        trained = [p for p in held if p.requires_grad]
+        if trained and np.isnan(norms).all() and all(id(p) in live or hasattr(p, "full_tensor") for p in trained):
+            words += f", none of its {len(trained)} parameters with a gradient."
             remedy = "let gradients arrive before the update: synchronize the last pass, clear after it."
-            return failed(words, where=_where(seen, held, line, most=2), remedy=remedy)
+            return failed(words, where=_where(seen, trained, line, most=2), remedy=remedy)
         has_rate = np.array([max(u.rates, default=0.0) > 0 for u in updates])
         n_due = ((norms > 0) & has_rate[:, None]).sum(0)
         due = [p for p, n in zip(held, n_due, strict=True) if n >= _LEAST_STILL and p.element_size() >= 4]
@@ -524,6 +525,7 @@ def clipping_order(lab: Lab) -> Result:
     norms = [c.numbers["norm"] for c in clips if math.isfinite(c.numbers["norm"])]
     largest = f", norms up to {max(norms):.3g} against a limit of {clips[0].numbers['limit']:.3g}" if norms else ""
     is_accumulated = k >= 1.9 and len({each.line for each in seen.passes}) == 1
+    counts["empty"] += counts["empty"] >= max(2, len(clips) - 1)  # the first one has used the generator up
     least = dict.fromkeys(counts, 0.9) | {"early": 0.9 * (k - 1) / k if is_accumulated else math.inf}
     too_large = f"see gradients {scale:.3g} times too large, as the scale is divided out afterwards{largest}"
     between = f"come between the {round(k)} passes of an update: the first are clipped again with the later ones"
@@ -535,7 +537,7 @@ def clipping_order(lab: Lab) -> Result:
         ("early", between, "clip once, after the last pass of an update."),
     ):
         if counts[name] > least[name] * len(clips):
-            return failed(f"{counts[name]} of {n} {words}.", where=where, remedy=remedy)
+            return failed(f"{min(counts[name], len(clips))} of {n} {words}.", where=where, remedy=remedy)
     return passed(f"{n} come after the passes and before the update{largest}.")
 
 
