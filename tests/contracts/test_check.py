@@ -180,6 +180,52 @@ def test_a_module_that_is_compiled_in_place():
     assert model._compiled_call_impl is compiled
 
 
+@pytest.mark.framework
+@pytest.mark.medium
+@pytest.mark.filterwarnings("ignore")
+def test_a_trainer_of_lightning():
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 3))
+
+        def training_step(self, batch, number):
+            return nn.functional.cross_entropy(self.net(batch).softmax(-1), batch[:, :3].argmax(1))
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    torch.manual_seed(0)
+    module, data = Module(), torch.utils.data.DataLoader(torch.randn(40, 4), batch_size=4)
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, accumulate_grad_batches=2, max_epochs=1)
+    before, state = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    found = wb.check(trainer, module, data, progress=False)
+    assert {each.id for each in found.failed} == {"initial_loss"}
+    assert found["accumulation"].status is Status.PASSED
+    assert "2 passes" in found["accumulation"].evidence
+    assert found["order_matters"].status is Status.NOT_APPLICABLE
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(state, torch.get_rng_state())
+    assert (trainer.global_step, module._trainer) == (0, None)
+    with pytest.raises(OptionError, match="wb.check\\(trainer, module, loader\\)"):
+        wb.check(trainer, progress=False)
+
+
+@pytest.mark.framework
+def test_objects_that_accelerate_has_prepared():
+    accelerate = pytest.importorskip("accelerate")
+    model = Model()
+    prepare = accelerate.Accelerator(cpu=True).prepare
+    model, optimizer, loader = prepare(
+        model, torch.optim.AdamW(model.parameters()), torch.utils.data.DataLoader(torch.cat(tokens()), batch_size=6)
+    )
+    found = wb.check(model, optimizer, loader, lm_loss, progress=False)
+    assert not found.failed
+    assert found["update_as_predicted"].status is found["causal"].status is Status.PASSED
+
+
 def test_derivatives_outside_of_backward_are_no_passes():
     def loss(model, ids):
         embedded = model(ids)

@@ -52,9 +52,11 @@ def check(
     random states are restored.
 
     Args:
-        model: Module that the loop calls; or a ``Trainer`` of Hugging Face, before it trains.
-        optimizer: Its optimizer; None for a ``Trainer``.
+        model: Module that the loop calls; or a ``Trainer`` of Hugging Face or of Lightning, before it trains.
+        optimizer: Its optimizer, or a list of them; None for a ``Trainer`` of Hugging Face, the module for one of
+            Lightning.
         batches: Batches of the training, a list or a DataLoader: arguments of the model, or whatever ``loss`` expects.
+            For Lightning, what ``fit`` takes; None if the module has its own.
         loss: Function of model and batch that returns the loss; None if the output of the model has a ``loss``.
         updates: Number of updates.
         accept: Ids of contracts that are broken on purpose; they are shown as accepted.
@@ -98,6 +100,8 @@ def check(
 
         if hasattr(model, "train") and hasattr(model, "get_train_dataloader"):
             seen = _observe_trainer(model, updates, ready)
+        elif hasattr(model, "fit") and hasattr(model, "strategy"):
+            seen = _observe_lightning(model, optimizer, batches, updates, ready)
         else:
             seen = _observe_loop(model, optimizer, batches, loss, updates, ready)
     return CheckReport(found, seen.n_done, time.perf_counter() - start, [each.loss for each in seen.passes])
@@ -112,10 +116,8 @@ def _observe_loop(
     ready: Callable[[Observer], None],
 ) -> Observer:
     """Make some updates as a plain loop does, then the experiments, and restore everything."""
-    if hasattr(model, "fit") and hasattr(model, "strategy"):
-        raise OptionError("A Trainer of Lightning is checked in its script: workbench check -- python train.py.")
     if not isinstance(model, nn.Module):
-        raise OptionError.of("model", model, "a module, or a Trainer of Hugging Face before it trains")
+        raise OptionError.of("model", model, "a module, or a Trainer of Hugging Face or Lightning before it trains")
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     if not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
         raise OptionError.of("optimizer", optimizer, "an optimizer of the model, or a list of them")
@@ -180,6 +182,36 @@ def _observe_trainer(trainer: Any, updates: int, ready: Callable[[Observer], Non
             trainer.callback_handler.callbacks = callbacks
             for name, value in kept.items():
                 setattr(trainer, name, value)
+    return seen
+
+
+def _observe_lightning(
+    trainer: Any, module: Any, batches: Any, updates: int, ready: Callable[[Observer], None]
+) -> Observer:
+    """Train some updates with another Trainer that has the settings of the given one, and restore the module."""
+    if not isinstance(module, nn.Module) or not hasattr(module, "training_step"):
+        raise OptionError.of("optimizer", module, "the module of the Trainer: wb.check(trainer, module, loader)")
+    given = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision", "accelerator")
+    off = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"),
+        False,
+    )
+    own = type(trainer)(
+        **{name: getattr(trainer, name) for name in given},
+        **off,
+        devices=1,
+        max_steps=updates,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+    )
+    seen, attached = Observer(updates, ready), module._trainer
+    with restored(module, []):
+        try:
+            with seen:
+                own.fit(module, batches)
+                seen.finish()
+        finally:
+            module._trainer = attached
     return seen
 
 

@@ -38,6 +38,10 @@ class NotTestedError(Exception):
     """An experiment cannot be made; the message is the reason."""
 
 
+class NotApplicableError(NotTestedError):
+    """A training does not have what an experiment is about; the message is the reason."""
+
+
 class PassNeededError(Exception):
     """An experiment needs passes or messages that it may not make now."""
 
@@ -115,6 +119,8 @@ class Lab:
         ]
         # Compiled modules show no embeddings.
         fitting = fitting or [(True, 0, each) for each in given if each.shape == shape][:1]
+        if not fitting and not given and not call.tokens:
+            raise NotApplicableError("the model reads no ids")
         if not fitting:
             raise NotTestedError("the model receives no ids of shape (batch, token) at the positions of its loss")
         if labels is not None and shape is not None:
@@ -381,7 +387,8 @@ def result_of(lab: Lab, id: str) -> Result:
     try:
         result = CONTRACTS[id](lab)
     except NotTestedError as reason:
-        result = not_tested(f"{capitalized(str(reason))}.")
+        of = not_applicable if isinstance(reason, NotApplicableError) else not_tested
+        result = of(f"{capitalized(str(reason))}.")
     except PassNeededError:
         raise
     except Exception as error:  # noqa: BLE001  (models are of any kind, and the other contracts can be tested)
