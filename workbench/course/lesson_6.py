@@ -97,7 +97,8 @@ EXERCISES = (
         number="6.2",
         question=(
             "After the backward pass, a sound loop has the steps *clip, step, follow* (of the schedule), *clear*. "
-            "Somebody writes *clip, clear, step, follow*. Which contract breaks?"
+            "Somebody writes *clip, clear, step, follow*. Which contract breaks: `'gradients_cleared'`, "
+            "`'clipping_order'`, `'update_as_predicted'` or `'schedule'`?"
         ),
         answer=lambda: "update_as_predicted",
         choices={
