@@ -39,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words = str(error).replace("pass overwrite=True", "pass --overwrite")
         print(f"workbench: {words}", file=sys.stderr)
         return ExitStatus.BAD_INPUT
+    except BrokenPipeError:  # the reader of the output has ended, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.INTERRUPTED
     except KeyboardInterrupt:
         print("workbench: stopped.", file=sys.stderr)
         return ExitStatus.INTERRUPTED
@@ -95,18 +98,20 @@ def _profile(given: argparse.Namespace) -> int:
 def _check(given: argparse.Namespace) -> int:
     if not given.command:
         raise OptionError("There is no command to check; pass it after --, as in workbench check -- python train.py.")
-    for path in (given.json, given.out):
-        if path is not None:
-            check_free(path, overwrite=given.overwrite)
+    from workbench.contracts.results import KEYS
     from workbench.contracts.script import check_script, exit_status
+
+    for path, keys in ((given.json, KEYS), (given.out, None)):
+        if path is not None:
+            check_free(path, overwrite=given.overwrite, keys=keys)
 
     report = check_script(
         given.command, updates=given.updates, accept=given.accept, goes_on=given.go_on, progress=not given.quiet
     )
-    print(report)
     for path, is_page in ((given.json, False), (given.out, True)):
         if path is not None:
             report.write(path, html=is_page, overwrite=given.overwrite)
+    print(report, flush=True)
     return exit_status(report)
 
 

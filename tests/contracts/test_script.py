@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import workbench.cli
-from workbench.contracts.results import CheckReport, Result, Status
+from workbench.contracts.results import KEYS, CheckReport, Result, Status
 from workbench.contracts.script import _in_stages, _within, exit_status, merged
 
 pytestmark = [pytest.mark.subprocess]
@@ -151,6 +151,28 @@ def test_a_file_that_exists_is_kept(tmp_path, capsys):
     assert workbench.cli.main(["check", "--json", str(tmp_path / "o.json"), "--", "python", "x.py"]) == 3
     assert (tmp_path / "o.json").read_text() == "mine"
     assert "overwrite" in capsys.readouterr().err
+
+
+def test_reports_of_the_workbench_are_replaced_on_request(tmp_path, capsys):
+    report = CheckReport([Result("causal", Status.PASSED, "fine")], 3, 0.1)
+    assert report.as_json().keys() == {*KEYS}
+    data, page = tmp_path / "a.json", tmp_path / "a.html"
+    for overwrite in (False, True):
+        report.write(data, overwrite=overwrite)
+        report.write(page, html=True, overwrite=overwrite)
+    command = ["check", "--json", str(data), "--out", str(page), "--", "ruby", "x.rb"]
+    assert workbench.cli.main(["check", "--overwrite", *command[1:]]) == 3
+    assert "ruby" in capsys.readouterr().err
+    assert workbench.cli.main(command) == 3
+    assert "--overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.medium
+def test_a_reader_that_ends_early_is_no_error(script, tmp_path):
+    command = f"{sys.executable} -m workbench check --updates 2 --json o.json -- python {script} | head -c 1"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "o.json").exists()
 
 
 def test_the_command_keeps_options_of_the_launcher():

@@ -75,6 +75,10 @@ _MARKS = {
 }
 
 
+#: Keys of a report as JSON.
+KEYS = ("verdict", "seconds", "n_updates", "losses", "checks")
+
+
 @dataclass(frozen=True)
 class CheckReport:
     """Results of all contracts of one training, printed as a table; those that are not applicable share one line.
@@ -189,7 +193,7 @@ class CheckReport:
         if not html:
             return write_json(self.as_json(), Path(path), overwrite=overwrite)
         check_free(path, overwrite=overwrite)
-        head = '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>Contracts</title>'
+        head = '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>Contracts, Stability Workbench</title>'
         page = f"{head}{self._repr_html_()}</html>"
         with replacing(Path(path)) as new:
             new.write_text(page, encoding="utf-8")
