@@ -179,6 +179,20 @@ def test_a_loss_that_rises_along_its_gradient():
     assert "detach()" in found.remedy
 
 
+def test_a_loss_that_is_as_low_as_it_can_be_is_no_failure():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logits = nn.Parameter(torch.tensor([1e-5, 0.0]))
+
+        def forward(self, x):
+            return self.logits.expand(len(x), 2)
+
+    data = [(torch.zeros(4, 1), torch.tensor([0, 0, 1, 1]))] * 4
+    found = checked(Constant(), lambda m, batch: functional.cross_entropy(m(batch[0]), batch[1]), data)
+    assert found["overfits_one_batch"].status is Status.NOT_TESTED
+
+
 def test_fitting_a_batch_leaves_the_parameters_as_they_were():
     model = Model()
     before = [p.detach().clone() for p in model.parameters()]
