@@ -141,7 +141,7 @@ def test_accepted_contracts_are_no_failure():
     assert two_ahead.verdict != "failed"
 
 
-@pytest.mark.parametrize(("n_different", "status"), [(5, Status.FAILED), (160, Status.PASSED)])
+@pytest.mark.parametrize(("n_different", "status"), [(5, Status.FAILED), (20, Status.NOT_TESTED), (160, Status.PASSED)])
 def test_images_that_are_all_the_same(n_different, status):
     images = torch.randn(n_different, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     data = [(images[i % n_different], i % 3) for i in range(160)]
@@ -157,3 +157,29 @@ def test_a_template_that_masks_everything():
     found = checked(None, loss)["labels_present"]
     assert found.status is Status.FAILED
     assert found.evidence == "None of 4 batches has a label that counts."
+
+
+def test_outputs_that_are_logarithms_of_probabilities_are_no_logits():
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = Model()
+
+        def forward(self, ids):
+            logits = self.model(ids)[:, :-1]
+            return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+    found = checked(Scored(), lambda model, ids: -model(ids).mean())
+    for id in ("labels_present", "initial_loss", "labels_aligned"):
+        assert found[id].status in (Status.NOT_TESTED, Status.NOT_APPLICABLE), found[id]
+
+
+def test_periodic_texts_whose_labels_are_the_tokens_before():
+    ids = [each[:, :5].repeat(1, 2) for each in tokens()]
+
+    def loss(model, ids):
+        return functional.cross_entropy(model(ids)[:, 1:].flatten(0, 1), ids[:, :-1].flatten())
+
+    found = checked(None, loss, ids)["labels_aligned"]
+    assert found.status is Status.FAILED
+    assert "1 positions before" in found.evidence

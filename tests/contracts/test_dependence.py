@@ -148,3 +148,56 @@ def test_a_softmax_over_examples(dim):
     batches = [(torch.randn(6, 8), torch.randint(0, 3, (6,))) for _ in range(4)]
     found = checked(nn.Linear(8, 3), loss, batches)["examples_independent"]
     assert found.status is (Status.PASSED if dim else Status.FAILED)
+
+
+def test_a_mask_that_is_off_by_one_is_found_behind_a_prompt_without_labels():
+    def loss(model, ids):
+        labels = ids.clone()
+        labels[:, : LENGTH // 2 + 1] = -100
+        return next_token(model(ids), labels)
+
+    assert checked(None, loss)["causal"].status is Status.PASSED
+    off_by_one = Model(mask=lambda n: torch.ones(n, n, dtype=torch.bool).tril(1))
+    assert checked(off_by_one, loss)["causal"].status is Status.FAILED
+
+
+class Two(nn.Module):
+    """A tower of ids whose mask comes from the ids, and one of numbers; the first of two outputs is that of numbers."""
+
+    def __init__(self, *, is_masked: bool) -> None:
+        super().__init__()
+        self.is_masked, self.embedding = is_masked, nn.Embedding(24, 8, padding_idx=0)
+        self.ids, self.numbers = nn.Linear(8, 4), nn.Linear(5, 4)
+
+    def forward(self, numbers, ids):
+        keep = (ids != 0)[..., None] if self.is_masked else torch.ones_like(ids)[..., None]
+        # The embedding of padding is not 0 for ever, as its norm shows after a while.
+        states = (self.embedding(ids) + 1).tanh() * keep
+        return self.numbers(numbers), self.ids(states.sum(1) / keep.sum(1))
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_masks_that_a_model_makes_from_ids_of_one_of_its_inputs(is_masked):
+    def loss(model, batch):
+        a, b = model(*batch)
+        return (a - b).square().mean()
+
+    batches = [(torch.randn(len(ids), 5), ids) for ids, _ in padded()]
+    found = checked(Two(is_masked=is_masked), loss, batches)["mask_respected"]
+    assert found.status is (Status.PASSED if is_masked else Status.FAILED), found
+
+
+def test_nodes_of_a_graph_are_mixed_on_purpose():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def forward(self, x, edges):
+            return edges @ self.layer(x)
+
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(*batch[:2]), batch[2])
+
+    batches = [(torch.randn(40, 8), torch.rand(40, 40), torch.randint(0, 3, (40,))) for _ in range(4)]
+    assert checked(Graph(), loss, batches)["examples_independent"].status is Status.NOT_APPLICABLE

@@ -240,6 +240,11 @@ def gpt2():
     return GPT2LMHeadModel(config)
 
 
+def loss_of_logits(model, ids, labels):
+    logits = model(input_ids=ids, labels=ids).logits
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
 def own_loss(model, ids, labels):
     return model(input_ids=ids, labels=ids).loss
 
@@ -405,17 +410,30 @@ def test_balance_losses_that_modules_keep():
     assert routed(is_added=False, is_detached=True).status is Status.NOT_APPLICABLE
 
 
-def mixture(**options):
+def mixture(loss=own_loss, **options):
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=VOCAB, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
         num_key_value_heads=1, num_local_experts=2, use_cache=False, **options,
     )  # fmt: skip
-    return trained(MixtralForCausalLM(config), n=3, loss=own_loss)["balance_loss"]
+    return trained(MixtralForCausalLM(config), n=3, loss=loss)["balance_loss"]
 
 
 def test_the_balance_loss_of_a_mixture_of_experts():
     assert mixture(output_router_logits=True, router_aux_loss_coef=0.02).status is PASSED
+    # The script computes its loss from the logits.
+    found = mixture(loss=loss_of_logits, output_router_logits=True, router_aux_loss_coef=0.02)
+    assert found.status is FAILED
+    assert "no part of the loss" in found.evidence
     found = mixture(router_aux_loss_coef=0.02)
     assert found.status is FAILED
     assert found.where == "output_router_logits"
+
+
+def test_gradients_that_are_all_0():
+    net = Net()
+    nn.init.zeros_(net.head.weight).requires_grad_(False)
+    net.head.bias.requires_grad_(False)
+    found = trained(net)["gradients_reach_all"]
+    assert found.status is FAILED
+    assert "exactly 0" in found.evidence

@@ -219,3 +219,18 @@ def test_nothing_remains():
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(torch.equal(p.grad, old) for p, old in zip(model.parameters(), gradients, strict=True))
+
+
+def test_eval_mode_is_seen_through_autocast():
+    def in_half(model, update):
+        def scores(x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(x)
+
+        for x, y in batches(6):
+            update(x, y, scores)
+
+    model = Classifier()
+    assert results(model, in_half)["train_mode"].status is Status.PASSED
+    model.eval()
+    assert results(model, in_half)["train_mode"].status is Status.FAILED

@@ -232,6 +232,7 @@ def test_sound_schedules(make, options):
         (cosine, {"at": "before"}, ["first rate"]),
         (lambda o: lr_scheduler.LambdaLR(o, lambda i: 0.0), {"at": "never"}, ["0 in all 12 updates"]),
         (lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, total_iters=6), {}, ["from update 7 on"]),
+        (lambda o: lr_scheduler.ExponentialLR(o, 0.3), {}, ["of the largest, from update 9 on"]),
     ],
 )
 def test_broken_schedules(make, options, words):
@@ -362,3 +363,47 @@ def test_the_experiments_leave_everything_as_it_was():
         train(model, optimizer, n=4)
         seen.finish()
     assert seen.is_over
+
+
+def test_sparse_gradients_are_gradients():
+    class Factors(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Embedding(8, 3, sparse=True) for _ in range(2))
+
+        def forward(self, x):
+            return (self.a(x.long()[:, 0] % 8) * self.b(x.long()[:, 1] % 8)).float()
+
+    model = Factors()
+    whole = trained(model, lambda: torch.optim.SparseAdam(list(model.parameters()), lr=1e-2))
+    assert whole["optimizer_covers"].status is PASSED
+    assert whole["update_as_predicted"].status is UNKNOWN
+    model = Factors()
+    part = trained(model, lambda: torch.optim.SparseAdam(list(model.a.parameters()), lr=1e-2))
+    assert fails(part["optimizer_covers"], "b.weight")
+
+
+def test_an_optimizer_of_a_module_that_no_loss_reaches():
+    model, maker = net(), nn.Linear(4, 4)
+
+    def loop():
+        made = SGD(model.parameters(), lr=0.1), SGD(maker.parameters(), lr=0.1)
+        for _ in range(8):
+            for each in made:
+                each.zero_grad()
+            functional.cross_entropy(model(maker(torch.randn(8, 4)).detach()), torch.arange(8) % 3).backward()
+            for each in made:
+                each.step()
+
+    assert fails(results_of(updates, loop, 8)["update_as_predicted"], "none of its 2 parameters with a gradient")
+
+
+def test_clippings_without_an_update_are_unknown():
+    model = net()
+
+    def loop():
+        for _ in range(4):
+            loss_of(model).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    assert results_of(updates, loop, 8)["clipping_order"].status is UNKNOWN

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.contracts.data import padding_mask, shift_of_labels
-from workbench.contracts.lab import Lab, NotTestedError, arguments, contract, failed, not_applicable, passed
+from workbench.contracts.lab import Lab, NotTestedError, arguments, contract, failed, is_same, not_applicable, passed
 from workbench.contracts.results import Result
 from workbench.formatting import number_in_words
 from workbench.models.losses import tensors_in
@@ -53,7 +53,10 @@ def causal(lab: Lab) -> Result:
     if shift is None or shift < 1:
         return not_applicable("The labels are not the next tokens.")
     tokens = lab.tokens.clone()
-    t = tokens.shape[1] // 2
+    counted = lab.labels.counts.any(0).nonzero().flatten()
+    if len(counted) < 2:
+        raise NotTestedError("fewer than two positions have labels")
+    t = int(counted[-(len(counted) // 2)])  # prompts may have no labels
     tokens[:, t] = _other(lab.tokens)[:, t]
     change = _change(lab, tokens, by_token=True)
     # What padding before a text reads does not matter.
@@ -112,6 +115,9 @@ def examples_independent(lab: Lab) -> Result:
     old, is_ids = _inputs(lab)
     if old.shape[0] < 2:
         raise NotTestedError("the batch has one example")
+    relations = [each for each in arguments(call) if each is not old and _relates(each, len(old))]
+    if relations:
+        return not_applicable("An argument relates the examples to each other, as the edges of a graph do.")
     # All but one in the middle change, since a recurrence reaches only examples on one side, and a maximum is one's.
     i = old.shape[0] // 2
     others = [j for j in range(len(old)) if j != i]
@@ -175,6 +181,14 @@ def _wrong_axes(lab: Lab) -> Result | None:
             )
             return failed(words, where=where, remedy="pass dim=-1 to the softmax.")
     return None
+
+
+def _relates(given: Tensor, n: int) -> bool:
+    """Return whether an argument is a matrix over pairs of examples, or a list of such pairs."""
+    if given.is_sparse or given.layout != torch.strided:
+        return True
+    is_list = not given.is_floating_point() and given.ndim == 2 and given.shape[0] == 2 < min(n, given.shape[1])
+    return (given.is_floating_point() and given.shape == (n, n)) or (is_list and int(given.max()) < n)
 
 
 def _inputs(lab: Lab) -> tuple[Tensor, bool]:
@@ -248,27 +262,56 @@ def _without_gradient(lab: Lab) -> str:
     return ", ".join(name for name, norm in zip(names, norms, strict=False) if not norm > 0)
 
 
+def _with_other_padding(lab: Lab, ids: Tensor, is_padding: Tensor) -> list[Tensor]:
+    """Return the outputs of the first call with the embeddings of other ids in the padding.
+
+    The ids stay, since models find masks and ends of texts by them; without an embedding, they change.
+    """
+    new, is_replaced = torch.where(is_padding.to(ids.device), _other(ids), ids), False
+
+    def replace(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        nonlocal is_replaced
+        if not args or not is_same(args[0], ids):
+            return None
+        is_replaced = True
+        return module.forward(new)
+
+    with watch((each, replace, False) for each in lab.model.modules() if isinstance(each, nn.Embedding)):
+        found = lab.outputs(lab.call)
+    return found if is_replaced else lab.outputs(lab.call, *lab.with_tokens(lab.call, new))
+
+
 @contract("mask_respected")
 def mask_respected(lab: Lab) -> Result:
     """Do outputs of tokens change when padding holds other ids, and are those of fully masked examples finite?"""
     if "causal" in lab.failed:
         raise NotTestedError("outputs depend on later tokens")
-    is_padding, how = padding_mask(lab)
-    if not is_padding.any():
+    padded = [(ids, *padding_mask(lab, ids)) for ids in lab.read_ids]
+    padded = [each for each in padded if each[1].any()]
+    if not padded:
         return not_applicable("The batch has no padding.")
-    tokens, base = lab.tokens, lab.base
-    if not torch.isfinite(base[~is_padding.all(1).to(base.device)]).all():
-        raise NotTestedError("outputs are not finite")
-    change = _change(lab, torch.where(is_padding.to(tokens.device), _other(tokens), tokens))
-    largest = float((change[~is_padding] if change.ndim == 2 else change).amax())
-    if largest <= lab.rounding(base):
-        words = f"Other ids in {int(is_padding.sum()):,} positions of padding ({how}) change no output of tokens."
-        return passed(words)
+    is_padding = padding_mask(lab)[0]
+    base = lab.outputs(lab.call)
+    used = [i for i in lab.call.class_axes if i < len(base)] or [max(range(len(base)), key=lambda i: base[i].numel())]
+    largest, how = 0.0, ""
+    for ids, is_other, found in padded:
+        moved = _with_other_padding(lab, ids, is_other)
+        how = how or found
+        for a, b in [(base[i], moved[i]) for i in used if base[i].ndim and base[i].shape == moved[i].shape]:
+            real = ~is_padding.to(a.device) if a.shape[:2] == is_padding.shape else slice(None)
+            if not torch.isfinite(a[real]).all():
+                raise NotTestedError("outputs are not finite")
+            change = float((a[real] - b[real]).abs().amax())
+            if change > max(largest, lab.rounding(a)):
+                largest, how = change, found
+    if not largest:
+        n = sum(int(each[1].sum()) for each in padded)
+        return passed(f"Other tokens in {n:,} positions of padding ({how}) change no output of tokens.")
     is_passed = "attention_mask" in lab.call.kwargs
     made = ", ".join(dict.fromkeys(lab.call.lines_of_inputs[-4:]))
     where = "attention_mask" if is_passed else f"the call of the model, without a mask ({lab.call.line})"
     return failed(
-        f"Other ids in the padding ({how}) change outputs of tokens by {number_in_words(largest)}.",
+        f"Other tokens in the padding ({how}) change outputs of tokens by {number_in_words(largest)}.",
         where=where + (f", with inputs from {made}" if made else ""),
         remedy="use the mask in every attention and every mean, with its sign and type, and pass it to the model.",
     )

@@ -176,7 +176,7 @@ def _without_gradients(lab: Lab) -> list[_Group]:
             if not p.requires_grad or id(p) not in optimized or id(p) in with_gradient or not p.numel():
                 continue
             is_none, path = norms.get(id(p), math.nan) != 0, _outer(name)
-            if is_none and (seen.was_moved(p) or (p.grad is not None and p.grad.is_sparse)):
+            if is_none and seen.was_moved(p):
                 continue
             # The largest module none of whose parameters has a gradient.
             while is_none and "." in path and not with_gradient & {id(q) for q in modules[_outer(path)].parameters()}:
@@ -282,7 +282,14 @@ def gradients_reach_all(lab: Lab) -> Result:
     if rest:
         words = f"{rest} got no gradient in {n_passes}, as the loss does not depend on their outputs"
         return not_tested(f"{words}; is that on purpose?", where=rest)
-    return passed(f"Each of {len(lab.seen.parameters)} trained parameters has a gradient in {n_passes}.")
+    norms = reached(lab.seen)
+    if norms.size and not np.nanmax(norms, initial=0.0):
+        return failed(
+            f"The gradients of all parameters are exactly 0 in {n_passes}: nothing can be learned.",
+            where=lab.seen.place_of_loss,
+            remedy="look for a factor of 0 and for outputs that no trained parameter changes.",
+        )
+    return passed(f"{int((norms > 0).sum())} of {len(norms)} trained parameters have a gradient in {n_passes}.")
 
 
 @contract("weights_tied")
@@ -450,8 +457,10 @@ def accumulation(lab: Lab) -> Result:
     updates = _passes_by_update(lab)
     k = max((len(each) for each in updates), key=[len(each) for each in updates].count, default=0)
     updates = [each for each in updates if len(each) == k]
+    # Of logits that are sure, rounding in half precision hides the weights.
+    updates = [passes for passes in updates if all(_total_weight(each) is not None for each in passes)]
     totals = [[_total_weight(each) for each in passes] for passes in updates]
-    if not updates or any(each is None for passes in totals for each in passes):
+    if not updates:
         if k < 2:
             return not_applicable("Each update has one backward pass.")
         raise NotTestedError(f"the loss of the {k} passes of an update is no cross entropy of an output of the model")
@@ -475,12 +484,15 @@ def accumulation(lab: Lab) -> Result:
             where=where,
             remedy="add each gradient once; look for a buffer that is the gradient itself.",
         )
+    total = float(np.median(weights.sum(1))) / (k if _is_divided_by_hand(lab.seen, updates, k) else 1)
     is_uneven, misplaced, low, high = _unevenness(weights, counts)
     if is_uneven and _cross_entropies(updates[0][0])[0].labels.ndim > 1:
         words = (
             f"A token of a micro-batch with {low} labels has {high / low:.2g} times the weight of one in a micro-batch "
             f"with {high}; {fine_percent(misplaced)} of the weight of an update is on other tokens than in a mean."
         )
+        if abs(total / k - 1) < _ROUNDING:
+            words += f" Their losses are summed as well: the weights add up to {total:.3g} instead of 1."
         if all(_is_scattered(each) for each in updates[0]):
             return not_tested(f"{words} As labels are drawn at random: is a mean of means on purpose?", where=where)
         return failed(
@@ -489,7 +501,6 @@ def accumulation(lab: Lab) -> Result:
             remedy="divide the summed losses of each micro-batch by the number of labels in the whole update.",
             proof=_with_right_weights(lab, updates[0], weights[0] / weights[0].sum(), counts[0] / counts[0].sum()),
         )
-    total = float(np.median(weights.sum(1))) / (k if _is_divided_by_hand(lab.seen, updates, k) else 1)
     for factor, words, remedy in (
         (k, f"The {k} losses of an update are summed", "divide each by their number."),
         (1 / k, f"The losses of an update have 1/{k} of their weight: they are divided twice", "divide once."),
@@ -787,6 +798,8 @@ def balance_loss(lab: Lab) -> Result:
     with lab.undisturbed(call, trains=True, gradients=True):
         output = lab.run(call)
         auxiliary, loss = getattr(output, "aux_loss", None), getattr(output, "loss", None)
+        tape = next((each for each in lab.tapes if each.calls == [call]), None)
+        loss = loss if tape is None else tape.loss([output])  # the script may compute its own
         if not isinstance(auxiliary, Tensor):
             raise NotTestedError("the output has no auxiliary loss")
         if auxiliary.requires_grad:
@@ -799,7 +812,7 @@ def balance_loss(lab: Lab) -> Result:
         words, remedy = "has no gradient", "compute it from the probabilities of the router."
         if n:
             words, remedy = "is no part of the loss", "add it to the loss with its factor."
-        return failed(f"{size} {words}.", where="the auxiliary loss", remedy=remedy)
+        return failed(f"{size} {words}.", where=f"the auxiliary loss; {lab.seen.place_of_loss}", remedy=remedy)
     factor = "" if share is None else f" and is in the loss with the factor {float(share):.3g}"
     return passed(f"{size} depends on {n} parameters{factor}.")
 

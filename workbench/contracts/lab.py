@@ -104,15 +104,9 @@ class Lab:
         shape = None if labels is None or labels.ndim != 2 else labels.shape
         embeddings = [(n, m) for n, m in bare(call.module).named_modules() if isinstance(m, nn.Embedding)]
         sizes = {bare_name(name): each.num_embeddings for name, each in embeddings}
-        given = [
-            value
-            for name, value in [*enumerate(call.args), *call.kwargs.items()]
-            if isinstance(value, Tensor)
-            and value.dtype in (torch.int64, torch.int32)
-            and not any(word in str(name) for word in _TARGETS)
-        ]
+        given = _ids(call)
         fitting = [
-            (any(ids.shape == t.shape and torch.equal(ids, t) for t in given), sizes.get(bare_name(name), 0), ids)
+            (any(is_same(ids, t) for t in given), sizes.get(bare_name(name), 0), ids)
             for name, each in call.tokens.items()
             for ids in each
             if ids.ndim == 2 and not ids.is_floating_point() and (shape is None or ids.shape == shape)
@@ -130,6 +124,15 @@ class Lab:
                 if is_next.numel() and float(is_next.double().mean()) > _NEARLY_ALL:
                     return ids
         return max(fitting, key=lambda each: each[:2])[2]
+
+    @property
+    def read_ids(self) -> list[Tensor]:
+        """Ids that embeddings of the first call received and that are its arguments, `tokens` first."""
+        found = [self.tokens]
+        for ids in [ids for each in self.call.tokens.values() for ids in each if ids.ndim == 2]:
+            are_given, are_known = (any(is_same(ids, each) for each in of) for of in (_ids(self.call), found))
+            found += [ids] * (are_given and not are_known)
+        return found
 
     # Passes
 
@@ -303,6 +306,20 @@ def restored_buffers(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in before:
                 buffer.copy_(value)
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape and entries."""
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def _ids(call: Call) -> list[Tensor]:
+    """Return the arguments of a call that may be ids, and are no labels, masks or positions."""
+    named = [(str(name), each) for name, each in (*enumerate(call.args), *call.kwargs.items())]
+    named = [
+        (name, each) for name, each in named if isinstance(each, Tensor) and each.dtype in (torch.int64, torch.int32)
+    ]
+    return [each for name, each in named if not any(word in name for word in _TARGETS)]
 
 
 def arguments(call: Call) -> list[Tensor]:

@@ -15,7 +15,7 @@ from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_a
 from workbench.contracts.observer import Call, Look, digest
 from workbench.contracts.places import line_of_script
 from workbench.contracts.results import Result
-from workbench.formatting import number_in_words
+from workbench.formatting import fine_percent, number_in_words
 from workbench.models.calling import bare
 from workbench.models.losses import tensors_in
 
@@ -124,7 +124,7 @@ def train_mode(lab: Lab) -> Result:
                 since = "" if len(updates) == n else f", from update {updates[0] + 1} on"
                 return failed(
                     f"{type(root).__name__} is in eval mode in {len(updates)} of {n} updates{since}; in train mode its "
-                    f"outputs change by {number_in_words(change)}.",
+                    f"outputs change by {fine_percent(change)}.",
                     where=_who_set(lab, root)[0] or type(root).__name__,
                     remedy="call model.train() before the passes that train, also after each evaluation.",
                 )
@@ -139,7 +139,7 @@ def train_mode(lab: Lab) -> Result:
 
 
 def _effect_of_modes(lab: Lab, call: Call, modules: Any) -> tuple[float, float]:
-    """Return the largest change of a call's outputs between eval and train mode of modules, and that by rounding."""
+    """Return the change of a call's outputs between eval and train mode of modules over their norm, and by rounding."""
     modules, found = list(modules), []
     for mode in (False, True):
         with lab.undisturbed(call):
@@ -152,10 +152,8 @@ def _effect_of_modes(lab: Lab, call: Call, modules: Any) -> tuple[float, float]:
                 for each in modules:
                     each.training = False
     pairs = [(a, b) for a, b in zip(*found, strict=True) if a.numel() and a.shape == b.shape]
-    return (
-        max((float((a - b).abs().nan_to_num(0.0).amax()) for a, b in pairs), default=0.0),
-        max((lab.rounding(a) for a, _ in pairs), default=0.0),
-    )
+    gaps = [float((a - b).double().nan_to_num(0.0).norm() / a.double().norm().clamp_min(1e-30)) for a, b in pairs]
+    return max(gaps, default=0.0), max((8 * torch.finfo(a.dtype).eps for a, _ in pairs), default=0.0)
 
 
 def _parts_in_eval(lab: Lab, root: nn.Module, calls: list[Call]) -> Result | int:
@@ -180,7 +178,7 @@ def _parts_in_eval(lab: Lab, root: nn.Module, calls: list[Call]) -> Result | int
     if not is_by_library:
         return not_tested(f"Is it on purpose that {words}?", where=line or names[part])
     return failed(
-        f"{words}; in train mode it changes the outputs by {number_in_words(change)}.",
+        f"{words}; in train mode it changes the outputs by {fine_percent(change)}.",
         where=f"{names[part]} ({line})" if line else names[part],
         remedy="call train() on the whole model before the training.",
     )

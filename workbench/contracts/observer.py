@@ -657,11 +657,11 @@ class Observer:
     def _norms(self) -> np.ndarray:
         """Return the norm of the gradient of each parameter; NaN without one."""
         found = np.full(len(self.parameters), np.nan)
-        held = [(i, p.grad) for i, (_, p) in enumerate(self.parameters.values()) if p.grad is not None]
-        dense = [(i, local_part(g.detach())) for i, g in held if not g.is_sparse]
-        if dense:
-            norms = torch._foreach_norm([g.float() if g.element_size() < 4 else g for _, g in dense])
-            found[[i for i, _ in dense]] = torch.stack([n.cpu() for n in norms]).double().numpy()
+        held = [(i, p.grad.detach()) for i, (_, p) in enumerate(self.parameters.values()) if p.grad is not None]
+        held = [(i, g.coalesce().values() if g.is_sparse else local_part(g)) for i, g in held]
+        if held:
+            norms = torch._foreach_norm([g.float() if g.element_size() < 4 else g for _, g in held])
+            found[[i for i, _ in held]] = torch.stack([n.cpu() for n in norms]).double().numpy()
         return found
 
     # Updates

@@ -80,7 +80,8 @@ def read_labels(logits: Tensor, gradient: Tensor) -> TokenLabels | None:
         label, weight, residual, share = (
             torch.where(is_negative, b, a) for a, b in zip((label, weight, residual, share), others, strict=True)
         )
-    fits = (residual <= _MAX_RESIDUAL * size) | ~counts
+    # Where the outputs are themselves logarithms of probabilities, a gradient is a constant, and no weight is off it.
+    fits = ((residual <= _MAX_RESIDUAL * size) & (weight.abs() > 0.1 * size)) | ~counts
     smoothing = float(share[counts].median()) if counts.any() else 0.0
     smoothing = smoothing if 0.005 < smoothing < 0.9 else 0.0
     loss = -z.log_softmax(-1).gather(-1, label[..., None])[..., 0]

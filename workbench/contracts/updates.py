@@ -39,6 +39,8 @@ from workbench.models.calling import innermost, is_shared
 _KNOWN = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adafactor")
 #: Updates with a rate of 0 before it is a fault: a warm-up may begin with one.
 _LEAST_STILL = 3
+#: Share of the largest rate of an optimizer below which a rate is next to nothing.
+_LEAST_RATE = 1e-4
 
 
 def _live(kind: type) -> list[Any]:
@@ -226,7 +228,7 @@ def update_as_predicted(lab: Lab) -> Result:
 
 def _without_effect(seen: Observer) -> Result | None:
     """Return a failure if parameters with gradients never move, or an optimizer never has a gradient."""
-    live = {id(p) for root in seen.roots for p in root.parameters() if p.requires_grad}
+    live = {id(p) for each in (*seen.roots, *seen.called) for p in each.parameters() if p.requires_grad}
     for of in optimizers_of(seen):
         updates, held = real_updates(seen, of), [p for p in _held(of) if id(p) in seen.parameters]
         norms = np.array([padded(u.norms, seen)[places_of(of, seen)] for u in updates])  # (update, parameter)
@@ -344,10 +346,10 @@ def _steps_of(seen: Observer, schedule: Any) -> list[Act]:
 
 
 def _of_rates(seen: Observer, of: Any, schedules: list[Any]) -> Result | None:
-    """Return a failure if the rate is 0 in all updates, or from some on."""
+    """Return a failure if the rate is 0 in all updates, or next to nothing from some on."""
     updates = real_updates(seen, of)
     rates = np.array([max(u.rates, default=math.nan) for u in updates])
-    first = int(np.max(np.flatnonzero(rates), initial=-1)) + 1
+    first = int(np.max(np.flatnonzero(~(rates <= _LEAST_RATE * rates.max())), initial=-1)) + 1
     if len(rates) - first < _LEAST_STILL:
         return None
     mine = [s for s in schedules if innermost(s.optimizer) is of]
@@ -356,7 +358,8 @@ def _of_rates(seen: Observer, of: Any, schedules: list[Any]) -> Result | None:
     where = f"learning rate of {type(of).__name__} ({', '.join(dict.fromkeys(lines)) or updates[0].line})"
     since = f"from update {first + 1} on, while the training goes on" if first else f"in all {len(rates)} updates"
     n = counted(len(acts[0]) if acts else 0, "step")
-    words = f"The rate is 0 {since}; {n} of its schedule in {len(rates)} updates."
+    size = "0" if not rates[first:].any() else f"{rates[-1]:.2g}, {rates[-1] / rates.max():.2g} of the largest,"
+    words = f"The rate is {size} {since}; {n} of its schedule in {len(rates)} updates."
     remedy = "step the schedule once for each update, and make it as long as the training."
     return failed(words, where=where, remedy=remedy)
 
@@ -507,6 +510,8 @@ def clipping_order(lab: Lab) -> Result:
     clips = [a for a in seen.acts if a.kind == "clip"]
     if not clips:
         return not_applicable("No gradient is clipped by a function of PyTorch.")
+    if not seen.updates:
+        raise NotTestedError("no update was seen")
     counts = dict.fromkeys(("empty", "late", "scaled", "local", "early"), 0)
     for i, clip in enumerate(seen.events):
         if isinstance(clip, Act) and clip.kind == "clip":
