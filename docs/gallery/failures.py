@@ -6,9 +6,9 @@ import workbench as wb
 
 
 def cause_bars():
-    """The probability of each cause of a failed run.
+    """The causes of a failed run in the order of their evidence.
 
-    The run was trained with a fault of its arithmetic. Causes in the set of the diagnosis are colored.
+    The run was trained with a fault of its arithmetic. Causes that the diagnosis does not exclude are colored.
     """
     tree = wb.diagnose(wb.samples.failed_run("precision"))
     return wb.plots.cause_bars(tree["causes"].to_dataset())
@@ -17,7 +17,7 @@ def cause_bars():
 def evidence_bars():
     """The evidence of each symptom for a cause (right) or against it (left).
 
-    The two most probable causes of a failed run.
+    The first two causes of a failed run.
     """
     tree = wb.diagnose(wb.samples.failed_run("architecture"))
     evidence = tree["evidence"].to_dataset()

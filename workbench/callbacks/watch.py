@@ -146,7 +146,8 @@ class RunStatus:
         cause, first = self.cause, self.first_alarm
         if cause is None or first is None:
             return "Cause: unknown."
-        name = f"Likely cause: {cause.summary}"
+        likely = "Cause" if math.isnan(cause.score) else "Likely cause"
+        name = f"{likely}: {cause.summary}"
         other = [each for each in cause.evidence if each.rstrip(".") != first.message.rstrip(".")]
         return f"{name}: {'; '.join(other)}." if other else f"{name}."
 

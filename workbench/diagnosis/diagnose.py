@@ -69,10 +69,11 @@ def diagnose(
     or a gradient norm that is exactly a loss scale. If there is one, it is the answer, and the ranking cannot
     contradict it. The ranking rules were fitted to recorded runs of small models with injected faults and without.
 
-    The ranked answer is a set of one or several causes. It is conformal by class: of the recorded runs of each cause
-    that its limits were set on, 90 % had the cause in their set, under rules fitted without their family. "another
-    cause" is more probable than all of them if none has much evidence. A record never shows that a run is
-    healthy: if nothing is found, the summary lists what was recorded, what was not, and what no record can show.
+    Contracts that the watch of the run has found to be broken come first; each is a fact with its experiment, place and
+    remedy. Otherwise the answer is an order of causes, and which of them the evidence does not exclude. Their scores
+    are no probabilities: on faults that the recorded runs do not have, they are often wrong. A record never shows that
+    a run is healthy: if nothing is found, the summary lists what was recorded, what was not tested, and the command
+    that tests it.
 
     Args:
         run: Path of a store, or of a log that `workbench.read_log` reads; a tree from `workbench.open_run`, or a
@@ -93,10 +94,11 @@ def diagnose(
         ``coverage`` (if it is known for that view), ``summary``, ``recorded``, ``not_recorded`` and ``unseen`` (in
         words), ``notes`` (of `workbench.read_log`), and the children
 
-        - ``causes`` (dim ``cause``, by decreasing probability; "nothing" means that nothing was found, "unknown" none
-          of the others): ``title``, ``kind``, ``probability`` (adds up to 1), ``is_possible`` (whether the cause is in
-          the set), ``mechanism_probability`` (from measured quantities alone, some of them relative to learning rate
-          or eps), ``layer`` (the block at fault; -1 for no specific block);
+        - ``causes`` (dim ``cause``, in their order; "nothing" means that nothing was found, "unknown" none
+          of the others): ``title``, ``kind``, ``probability`` (the score of the order, which adds up to 1),
+          ``is_possible`` (whether it is not excluded), ``mechanism_probability`` (the score from measured quantities
+          alone, some of them relative to learning rate or eps), ``layer`` (the block at fault; -1 for no specific
+          block);
         - ``evidence`` (dim ``evidence``, by cause and decreasing weight): ``cause``, ``symptom``, ``kind`` ("fact" for
           facts), ``weight`` (contribution to the log-odds of the cause; below 0 it is evidence against the cause; 10
           and -10 for facts), ``value``, ``units``, ``reference``, ``step``, ``layer``, ``sentence``, and the place of
@@ -307,17 +309,17 @@ def causes_table(
     possible: Collection[str],
     mechanism: Mapping[str, float],
 ) -> xr.Dataset:
-    """Return the causes by decreasing probability, dim ``cause``."""
+    """Return the causes in their order, dim ``cause``."""
     import xarray as xr
 
     names = list(probability)
     columns: dict[str, tuple[list[Any], str, str, str]] = {
         "title": ([ALL_CAUSES[name].title for name in names], "cause", "", "possible cause of the failure"),
         "kind": ([ALL_CAUSES[name].kind for name in names], "kind", "", "kind of the cause"),
-        "probability": ([probability[name] for name in names], "probability", "1", "among these causes; adds up to 1"),
-        "is_possible": ([name in possible for name in names], "in the set", "", "not excluded at the stated coverage"),
+        "probability": ([probability[name] for name in names], "score", "1", "score of the order; adds up to 1"),
+        "is_possible": ([name in possible for name in names], "not excluded", "", "not excluded by the evidence"),
         "mechanism_probability": (
-            [mechanism[name] for name in names], "probability by mechanism", "1",
+            [mechanism[name] for name in names], "score by mechanism", "1",
             "from measured quantities alone, some of them relative to learning rate or eps",
         ),
         "layer": ([layers[name] for name in names], "block", "1", "block at fault; -1 for no specific block"),

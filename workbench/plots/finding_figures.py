@@ -1,4 +1,4 @@
-"""Figures of findings: criteria relative to their bands, causes by probability, and evidence for and against them."""
+"""Figures of findings: criteria relative to their bands, causes in their order, and evidence for and against them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import SchemaError
-from workbench.formatting import NOT_MEASURED, band_in_signs, clipped, percent, short
+from workbench.formatting import NOT_MEASURED, band_in_signs, clipped, short
 from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt
 from workbench.plots import style
@@ -167,13 +167,13 @@ _LONGEST_NAME = 40
 
 @redrawable
 def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
-    """Draw the probability of each cause as a bar, the most probable at the top; causes in the set are colored.
+    """Draw the score of each cause over that of the first as a bar; causes that are not excluded are colored.
 
     "nothing", the result that nothing was found, is no cause and has no bar.
 
     Args:
-        causes: Dataset with dim ``cause``: title, probability and optionally ``is_possible``; without it, only the most
-            probable cause is colored.
+        causes: Dataset with dim ``cause``: title, probability and optionally ``is_possible``; without it, only the
+            first cause is colored.
         backend: ``"bokeh"`` for the screen or ``"matplotlib"`` for print.
 
     Returns:
@@ -191,7 +191,7 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
         1
 
     See Also:
-        `workbench.diagnose`: Computes the probabilities.
+        `workbench.diagnose`: Orders the causes.
         `workbench.plots.evidence_bars`: Draws the evidence behind them.
     """
     rows = columns_of(causes, ["title", "probability"], what="table of causes", source=_SOURCE, dim="cause")
@@ -203,23 +203,21 @@ def cause_bars(causes: xr.Dataset, *, backend: str = "bokeh") -> Any:
         order, is_possible = order[is_cause], is_possible[is_cause]
     if "is_possible" in causes:
         is_possible = causes["is_possible"].values[order]
-    titles, probability = [str(rows["title"][i]) for i in order], probability[order]
+    titles, score = [str(rows["title"][i]) for i in order], probability[order]
+    score = np.nan_to_num(score / np.nanmax(score, initial=1e-30))
     height = -np.arange(len(titles), dtype=float)
     with style.drawing(backend) as hv:
-        draw = Primitives(hv, backend, "probability", "cause")
+        draw = Primitives(hv, backend, "score", "cause")
         colors = np.where(is_possible, style.DIVERGED, style.NEUTRAL)
         columns, tips = {"name": np.array(titles)}, [("", "@name")]
-        ends = (np.zeros(len(titles)), height - 0.32, np.nan_to_num(probability), height + 0.32)
+        ends = (np.zeros(len(titles)), height - 0.32, score, height + 0.32)
         draw.boxes(*ends, colors=colors, alpha=0.85, columns=columns, tips=tips)
-        labels = ["unknown" if np.isnan(value) else percent(value) for value in probability]
-        draw.words(np.nan_to_num(probability) + 0.015, height, labels)
         panel = draw.panel(
-            title="Causes by probability",
-            view=((0, 1.12), (height[-1] - 0.6, 0.6)),
+            title="Causes by their evidence",
+            view=((0, 1.02), (height[-1] - 0.6, 0.6)),
             size=(_BARS_WIDTH, _BAR * len(titles) + 12),
-            names=("probability", ""),
-            ticks=([0.0, 0.25, 0.5, 0.75, 1.0], [*zip(height, titles, strict=True)]),
-            formats=("percent", "plain"),
+            names=("score over that of the first", ""),
+            ticks=([0.0, 0.5, 1.0], [*zip(height, titles, strict=True)]),
             bounds=(0, 1),
             grid=False,
         )

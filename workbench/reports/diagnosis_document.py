@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from workbench.formatting import capitalized, clause, listed, lowered, percent, title_of, units_in_words
+from workbench.formatting import capitalized, clause, listed, lowered, title_of, units_in_words
 from workbench.reports import effect_space, pictures
 from workbench.reports.document import (
     Block,
@@ -77,7 +77,7 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
         verdict=_verdict(numbers, possible),
         state=CriterionState.NOT_MEASURED if is_nothing or is_open else CriterionState.FAILING,
         summary=f"{_verdict(numbers, possible)}." if is_old and is_nothing and not is_open else summary,
-        facts=(),  # the summary states the causes with their probabilities, and the step
+        facts=(),  # the summary states the causes and the step
         actions=first,
         sections=(texts[0], texts[1], _effect_space(numbers, cited), texts[2]),
         about=effect_space.about(tree),
@@ -85,7 +85,7 @@ def diagnosis_document(tree: xr.DataTree) -> Document:
 
 
 def _possible(numbers: Numbers) -> list[int]:
-    """Return the rows of the causes in the set, most probable first; trees of earlier versions have only the first."""
+    """Return the rows of the causes that are not excluded; trees of earlier versions have only the first."""
     if "is_possible" not in numbers.node("causes"):
         return [0]
     return [row for row, is_in in enumerate(numbers.node("causes")["is_possible"].values) if is_in]
@@ -118,7 +118,8 @@ def _verdict(numbers: Numbers, possible: list[int]) -> str:
     titles = [lowered(numbers.text("causes", "title", cause=row)) for row in possible if names[row] != "nothing"]
     if len(titles) >= _MANY:
         return f"One of {len(titles)} causes"
-    return f"{'Likely cause' if _is_shown(numbers) else 'If it learned too little'}: {listed(titles, 'or')}"
+    others = f"; {listed(titles[1:])} {'is' if len(titles) == 2 else 'are'} not excluded" if titles[1:] else ""
+    return f"{'Points to' if _is_shown(numbers) else 'If it learned too little'}: {titles[0]}{others}"
 
 
 def observed(numbers: Numbers) -> ReportSection:
@@ -145,21 +146,15 @@ def _strongest(numbers: Numbers) -> tuple[list[int], int]:
 
 
 def cause(numbers: Numbers) -> ReportSection:
-    """Return section 2: the causes by decreasing probability, with the evidence for and against each."""
+    """Return section 2: the causes in the order of their evidence, with the evidence for and against each."""
     ids, possible = numbers.names("causes", "cause"), _possible(numbers)
     owners = numbers.texts("evidence", "cause")
-    lead = "Causes that explain the symptoms, with their probabilities."
-    if numbers.has_attribute("coverage"):
-        coverage = percent(float(numbers.attribute("coverage").value))
-        lead += f" The limits are set such that {coverage} of the recorded runs of each cause have it in their set."
-    blocks: list[Block] = [Lead(lead)]
-    items, unlikely = [], []
+    items, others = [], []
     for row, name in enumerate(ids):
-        probability = _probability(numbers, row)
         if row not in possible:
-            unlikely += [(numbers.text("causes", "title", cause=row), probability)] * (name != "nothing")
+            others += [lowered(numbers.text("causes", "title", cause=row))] * (name != "nothing")
             continue
-        sentences = [] if name == "nothing" else [_probability_sentence(numbers, row, probability)]
+        sentences = []
         of_cause = [index for index, owner in enumerate(owners) if owner == name]
         for words, sign, kinds in _GROUPS:
             of_kind = [index for index in of_cause if _kind(numbers, index) in kinds]
@@ -171,16 +166,10 @@ def cause(numbers: Numbers) -> ReportSection:
             ]
             if chosen:
                 sentences.append(_evidence_sentence(numbers, words, chosen))
-        items.append(Item(capitalized(numbers.text("causes", "title", cause=row)), tuple(sentences)))
-    blocks.append(Items(tuple(items)))
-    if unlikely:
-        slots = {f"p{place}": probability for place, (_, probability) in enumerate(unlikely)}
-        names = listed(f"{lowered(title)} ({{p{place}}})" for place, (title, _) in enumerate(unlikely))
-        blocks += [
-            Heading("Not in the set"),
-            Paragraph((sentence_of(f"There is less evidence for {names}.", **slots),)),
-        ]
-    return ReportSection("v2", "Structural cause", tuple(blocks))
+        items.append(Item(_title_and_kind(numbers, row), tuple(sentences)))
+    lead = "Causes that the evidence does not exclude, in their order."
+    lead += f" There is less evidence for {listed(others)}." if others else ""
+    return ReportSection("v2", "Structural cause", (Lead(lead), Items(tuple(items))))
 
 
 def decisions(numbers: Numbers) -> ReportSection:
@@ -219,9 +208,9 @@ def _correction(numbers: Numbers) -> Sentence:
             n=numbers.attribute("n_symptoms", meaning="symptoms that were read"),
         )
     title = lowered(numbers.text("causes", "title", cause=0))
-    return sentence_of(
-        "Correct the likely cause: {title} ({probability}).", title=title, probability=_probability(numbers, 0)
-    )
+    value = _value(numbers, _strongest(numbers)[0][0])
+    words = "Correct what the evidence points to: {title} (the strongest is {name}: {value})."
+    return sentence_of(words, title=title, name=value.meaning, value=value)
 
 
 def _effect_space(numbers: Numbers, cited: list[Quantity]) -> ReportSection:
@@ -242,42 +231,18 @@ def _causes_table(numbers: Numbers) -> ReportTable:
     rows: list[tuple[TableCell, ...]] = []
     possible = _possible(numbers)
     for row, _ in enumerate(numbers.names("causes", "cause")):
-        layer = int(numbers.value("causes", "layer", cause=row).value)
-        probability = _probability(numbers, row)
+        layer = numbers.value("causes", "layer", cause=row)
         rows.append(
             (
                 TableCell(capitalized(numbers.text("causes", "title", cause=row))),
                 TableCell(numbers.text("causes", "kind", cause=row)),
-                *_probability_cells(numbers, row, probability),
                 TableCell("yes" if row in possible else ""),
-                TableCell(str(layer) if layer >= 0 else ""),
-                TableCell(probability.where),
+                TableCell(str(int(layer.value)) if layer.value >= 0 else ""),
+                TableCell(layer.where),
             )
         )
-    by_mechanism = ("from measurements only",) if _has_mechanism(numbers) else ()
-    columns = ("cause", "kind", "probability", *by_mechanism, "in the set", "block", "location in the tree")
-    return ReportTable("Causes by probability", columns, tuple(rows))
-
-
-def _has_mechanism(numbers: Numbers) -> bool:
-    """Return whether the tree has probabilities from measurements only; trees of earlier versions have none."""
-    return "mechanism_probability" in numbers.node("causes")
-
-
-def _mechanism_probability(numbers: Numbers, row: int, probability: Quantity) -> Quantity:
-    """Return the probability of a cause from measurements only."""
-    meaning = f"{probability.meaning}, from measurements only"
-    return numbers.value("causes", "mechanism_probability", cause=row, meaning=meaning)
-
-
-def _probability_cells(numbers: Numbers, row: int, probability: Quantity) -> tuple[TableCell, ...]:
-    """Return the cells of the probabilities of a cause, which are empty for "nothing"."""
-    given = [probability]
-    if _has_mechanism(numbers):
-        given.append(_mechanism_probability(numbers, row, probability))
-    if numbers.names("causes", "cause")[row] == "nothing":
-        return (TableCell(""),) * len(given)
-    return tuple(TableCell(quantity.text, quantity=quantity, is_number=True) for quantity in given)
+    columns = ("cause", "kind", "not excluded", "block", "location in the tree")
+    return ReportTable("Causes by their evidence", columns, tuple(rows))
 
 
 def _evidence_tables(numbers: Numbers, cited: list[Quantity]) -> list[ReportTable]:
@@ -322,11 +287,6 @@ def _titles(numbers: Numbers) -> dict[str, str]:
     return dict(zip(numbers.names("causes", "cause"), numbers.texts("causes", "title"), strict=True))
 
 
-def _probability(numbers: Numbers, row: int) -> Quantity:
-    title = numbers.text("causes", "title", cause=row)
-    return numbers.value("causes", "probability", cause=row, meaning=f"probability: {lowered(title)}")
-
-
 def _value(numbers: Numbers, row: int) -> Quantity:
     """Return the value of a symptom with the unit of its row."""
     units = numbers.text("evidence", "units", evidence=row)
@@ -360,16 +320,12 @@ def _symptom(numbers: Numbers, row: int) -> Sentence:
     return sentence_of("{text} ({name}: {value}).", text=text, name=value.meaning, value=value)
 
 
-def _probability_sentence(numbers: Numbers, row: int, probability: Quantity) -> Sentence:
-    kind = numbers.text("causes", "kind", cause=row)
+def _title_and_kind(numbers: Numbers, row: int) -> str:
+    title, kind = (numbers.text("causes", name, cause=row) for name in ("title", "kind"))
     layer = int(numbers.value("causes", "layer", cause=row).value)
-    what = f" (kind of cause: {kind}{f', block {layer}' if layer >= 0 else ''})"
-    if not _has_mechanism(numbers):
-        return sentence_of("Its probability is {probability}{what}.", probability=probability, what=what)
-    return sentence_of(
-        "Its probability is {probability}{what}, and {measured} from measurements only.",
-        probability=probability, what=what, measured=_mechanism_probability(numbers, row, probability),
-    )  # fmt: skip
+    if numbers.names("causes", "cause")[row] == "nothing":
+        return capitalized(title)
+    return f"{capitalized(title)} (kind of cause: {kind}{f', block {layer}' if layer >= 0 else ''})"
 
 
 def _evidence_sentence(numbers: Numbers, introduction: str, chosen: list[tuple[int, Quantity]]) -> Sentence:

@@ -28,9 +28,9 @@ _PICTURES = {
         "A triangle is at risk, a square is failing, and a hollow mark has no band or was not measured.",
         "Marks of all criteria relative to a shaded healthy band; the table below contains the same numbers."),
     "causes": (
-        "cause_bars", "Causes by probability",
-        "The length of a bar is the probability of the cause; causes in the set are colored.",
-        "One bar per cause, the most probable at the top; the table below contains the same numbers."),
+        "cause_bars", "Causes by their evidence",
+        "The length of a bar is the score over that of the first cause; causes that are not excluded are colored.",
+        "One bar per cause, the first at the top; the table below contains them in the same order."),
     "evidence": (
         "evidence_bars", "Evidence for and against each cause",
         "Bars to the right are evidence for the cause, bars to the left against it; +0.69 doubles the odds.",

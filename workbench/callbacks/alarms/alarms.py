@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.callbacks.alarms.calibration import UNKNOWN, Attribution, Attributor, Calibration, FalseAlarms
-from workbench.callbacks.alarms.probe_alarms import Check, ProbeAlarms
+from workbench.callbacks.alarms.probe_alarms import BROKEN_CONTRACT, Check, ProbeAlarms
 from workbench.callbacks.alarms.run_evidence import Reading, RunEvidence
 from workbench.callbacks.alarms.watched import FALL, RISE, WATCHED
 from workbench.callbacks.observation import Alarm, Observation
@@ -298,6 +298,8 @@ class Alarms:
             message = alarm.message.rstrip(".")
             if causes[0] == UNKNOWN:
                 return Attribution.of_unknown(message)
+            if causes[0] == BROKEN_CONTRACT:
+                return Attribution(causes[0], {}, (message,))
             return Attribution(causes[0], dict.fromkeys(causes, 1 / len(causes)), (message,))
         if self._change is None or self._change.only_fall:
             return Attribution.of_unknown("no signal stands out" if self._change is None else self._change.only_fall)

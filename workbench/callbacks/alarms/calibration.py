@@ -239,18 +239,22 @@ class Attribution:
 
     @property
     def score(self) -> float:
-        """Probability of the cause; NaN if it is unknown."""
+        """Probability of the cause; NaN if it is unknown, or a fact."""
         return self.probability.get(self.cause, math.nan)
 
     @property
     def summary(self) -> str:
         """The cause and its probability in a few words."""
-        return UNKNOWN if self.cause == UNKNOWN else f"{self.cause.replace('_', ' ')} ({percent(self.score)})"
+        if self.cause == UNKNOWN:
+            return UNKNOWN
+        return self.cause.replace("_", " ") + ("" if math.isnan(self.score) else f" ({percent(self.score)})")
 
     @property
     def message(self) -> str:
         """The attribution as one sentence."""
-        what = "The cause is unknown" if self.cause == UNKNOWN else f"This looks like {self.summary}"
+        is_fact = self.cause != UNKNOWN and math.isnan(self.score)
+        what = f"This is a {self.summary}" if is_fact else f"This looks like {self.summary}"
+        what = "The cause is unknown" if self.cause == UNKNOWN else what
         return f"{what}: {'; '.join(self.evidence)}."
 
     def as_event(self) -> dict[str, Any]:

@@ -320,7 +320,7 @@ _OF_SETTINGS = {
 #: Cause if the changed setting is not a known fault, and number of steps for which later alarms are attributed to it.
 _OTHER_SETTING, _LASTS = "changed_setting", 50
 #: Fault of a broken contract.
-_BROKEN_CONTRACT = "broken_contract"
+BROKEN_CONTRACT = "broken_contract"
 #: Measurements without a fault after which it is considered over; some faults are intermittent.
 _OVER_AFTER = 3
 #: The same for the limits of metrics, in updates, because batches at a limit alternate with others.
@@ -482,7 +482,7 @@ class ProbeAlarms:
         id, message = (str(observation.coords[name]) for name in ("contract", "message"))
         signal = f"{OF_CONTRACT}{id}"
         alarm = Alarm(observation.step, signal, -1, -1, math.inf, math.nan, is_outcome=False, message=message)
-        return self._settle(signal, (alarm, (_BROKEN_CONTRACT,)))
+        return self._settle(signal, (alarm, (BROKEN_CONTRACT,)))
 
     def _data(self, observation: Observation) -> Finding | None:
         is_broken = self._labels.update(observation.values), self._causality.update(observation.values)
