@@ -215,3 +215,18 @@ def test_resumed(after, is_reported):
     assert (found[0] is not None) == is_reported
     assert not is_reported or found[0].before == values[999]
     assert not any(found[1:])
+
+
+@pytest.mark.parametrize("steps", [[*range(8), 18, 19, 40, 70, 71, 120, 190], [0, 1, 2, 34, 58, 100, 150]])
+def test_a_warm_up_that_is_seen_at_few_updates_is_planned(steps):
+    def rate(step):  # a linear warm-up, then a cosine
+        return 1e-3 * (min(1, (step + 1) / 40) if step < 40 else 0.5 + 0.5 * math.cos(math.pi * (step - 40) / 160))
+
+    rule = RateRule(rate(steps[0]))
+    assert [rule.update(rate(step), Moment(step)) for step in steps[1:]] == [None] * (len(steps) - 1)
+
+
+def test_a_jump_between_two_observations_is_reported():
+    rule = RateRule(1e-3)
+    assert all(rule.update(1e-3, Moment(step)) is None for step in range(1, 20))
+    assert rule.update(5e-3, Moment(30)).since == 30

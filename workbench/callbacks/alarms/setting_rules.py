@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ _GROWTH, _FORGETTING = 3.5, 0.99
 _COINCIDENCES = 0.01
 #: Number of batches after which the usual size is considered known.
 _KNOWN = 20
+#: Most updates between two observations whose changes are divided among them.
+_LONGEST_GAP = 1000
 #: Number of recent values of a loss, smallest sufficient number of them, and ratio of their mean to their standard
 #: deviation above which they are far from 0.
 _N_RECENT, _N_LEAST, _FAR_FROM_ZERO = 50, 10, 5.0
@@ -295,7 +298,8 @@ class RateRule:
 
     Every other change is reported at its step; after a resume, also any of these that occurs in one step. A change that
     continues in the same direction is reported once. After a reported change, the schedule is assumed to continue,
-    multiplied by a factor; if that factor vanishes in one step, the change back is reported.
+    multiplied by a factor; if that factor vanishes in one step, the change back is reported. Where updates were left
+    out between two observations, a change is planned as well if it is planned in equal steps over these updates.
     """
 
     value: float
@@ -323,6 +327,8 @@ class RateRule:
     #: Direction of a reported change that still continues, and of one that has not been undone; 0 if there is none.
     moving: int = 0
     reported: int = 0
+    #: Step of the latest observation; -1 if unknown.
+    step: int = -1
 
     def __post_init__(self) -> None:
         if self.level < 0:
@@ -330,6 +336,17 @@ class RateRule:
 
     def update(self, value: float, moment: Moment) -> Found | None:
         """Process the value at a step, and return a change to report or None."""
+        gap, before = moment.step - self.step if self.step >= 0 else 1, copy.copy(self)
+        found = self._update(value, moment)
+        if found is not None and 1 < gap <= _LONGEST_GAP and not moment.is_resumed:
+            values = [before.value + (value - before.value) * i / gap for i in range(1, gap + 1)]
+            if all(before._update(each, moment) is None for each in values):
+                vars(self).update(vars(before))
+                found = None
+        self.step = moment.step
+        return found
+
+    def _update(self, value: float, moment: Moment) -> Found | None:
         value = min(max(value, 0.0), _HUGE)
         before, self.value = self.value, value
         self.n_seen += 1
