@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 
-import numpy as np
 import pytest
 import xarray as xr
 from scipy.stats import chi2
@@ -13,7 +12,6 @@ import workbench as wb
 from tests.docs.page_numbers import ROOT, check_page, text_of, visible
 from workbench.callbacks.alarms import Alarms
 from workbench.callbacks.recorder.settings import _EVERY
-from workbench.diagnosis.ranking import COVERAGE
 from workbench.koopman.measures import Thresholds
 from workbench.rates.rate_search import LONGEST_SHARE
 
