@@ -269,10 +269,6 @@ class Lab:
             raise NotTestedError("the ids that the embedding receives are no argument of the model")
         return args, kwargs
 
-    def with_argument(self, call: Call, name: str, new: Any) -> tuple[tuple, dict[str, Any]]:
-        """Return the arguments of a call with another value of one that was passed by name."""
-        return tuple(call.args), {**call.kwargs, name: new}
-
     def logits(self, call: Call, args: tuple | None = None, kwargs: Mapping[str, Any] | None = None) -> Tensor:
         """Return the logits of a call made again in eval mode: the output whose gradient is that of the cross entropy.
 

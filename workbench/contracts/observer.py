@@ -52,44 +52,24 @@ _MOST_LOOKS = 4096
 
 @dataclass(eq=False)
 class Call:
-    """One call in training of a module that no other module calls.
-
-    Attributes:
-        module: The module.
-        args: Its arguments by position, copies if ``is_kept``.
-        kwargs: Its arguments by name.
-        update: Number of updates before the call.
-        rng: State of torch's generator on the CPU before the call.
-        autocast: Dtype of autocast; None without.
-        in_eval: Modules that were in eval mode.
-        tokens: Ids that each embedding received at each of its calls, by the path of the embedding in the module.
-        labels: What the gradients of its outputs say about labels, by number of the output.
-        class_axes: Axes of each output over which its finite gradient sums to 0, as that of a cross entropy over its
-            classes.
-        output_shapes: Shape of each floating-point tensor in the output.
-        loss: A loss in the output; None without.
-        line: Line of the script that made the call.
-        lines_of_inputs: Lines that made and wrote its integer arguments, while they were noted.
-        reached: Whether a backward pass reached the output.
-        has_nan: Whether an output has NaN.
-    """
+    """One call in training of a module that no other module calls."""
 
     module: nn.Module
-    args: tuple[Any, ...]
+    args: tuple[Any, ...]  # copies, if they are kept
     kwargs: dict[str, Any]
-    update: int
-    rng: Tensor
+    update: int  # number of updates before the call
+    rng: Tensor  # state of torch's generator on the CPU before the call
     autocast: torch.dtype | None
     in_eval: frozenset[nn.Module]
-    line: str = ""
-    lines_of_inputs: list[str] = field(default_factory=list)
+    line: str = ""  # of the script
+    lines_of_inputs: list[str] = field(default_factory=list)  # that made and wrote integer arguments, while noted
     is_kept: bool = False
-    tokens: dict[str, list[Tensor]] = field(default_factory=dict)
-    labels: dict[int, TokenLabels] = field(default_factory=dict)
-    class_axes: dict[int, list[int]] = field(default_factory=dict)
+    tokens: dict[str, list[Tensor]] = field(default_factory=dict)  # ids at each call of an embedding, by its path
+    labels: dict[int, TokenLabels] = field(default_factory=dict)  # read from the gradient of each output
+    class_axes: dict[int, list[int]] = field(default_factory=dict)  # over which the gradient of an output sums to 0
     output_shapes: list[tuple[int, ...]] = field(default_factory=list)
-    loss: float | None = None
-    reached: bool = False
+    loss: float | None = None  # in the output
+    reached: bool = False  # by a backward pass
     has_nan: bool = False
 
     @property
@@ -100,25 +80,15 @@ class Call:
 
 @dataclass(eq=False)
 class Look:
-    """One call without gradient of a module that no other module calls: an evaluation, a teacher, a sample.
+    """One call without gradient of a module that no other module calls: an evaluation, a teacher, a sample."""
 
-    Attributes:
-        call: The call; its inputs are kept for the first of each module in each mode.
-        is_frozen: Whether no parameter of the module requires a gradient.
-        line: Line of the script that made it.
-        name: Name of the module in the script; that of its class if it has none.
-        version: How often the parameters had been written to.
-        momenta: Momenta of its norms over the batch.
-        key: Hash of its first tensor, by which repeated inputs are recognized.
-    """
-
-    call: Call
-    is_frozen: bool
+    call: Call  # whose inputs are kept for the first of each module in each mode
+    is_frozen: bool  # no parameter of the module requires a gradient
     line: str
-    name: str
-    version: int
-    momenta: tuple[float | None, ...]
-    key: int = 0
+    name: str  # of the module in the script, or of its class
+    version: int  # how often the parameters had been written to
+    momenta: tuple[float | None, ...]  # of norms over the batch
+    key: int = 0  # hash of the first tensor, by which repeated inputs are recognized
 
 
 @dataclass(frozen=True)
@@ -133,25 +103,13 @@ class Mode:
 
 @dataclass(eq=False)
 class Backward:
-    """One backward pass.
+    """One backward pass."""
 
-    Attributes:
-        update: Number of updates before it.
-        calls: Calls of modules that it reached, in their order.
-        loss: Value that is differentiated; NaN if it is not one number.
-        scale: Factor of the gradient scaler; 1 without.
-        before: Norm of the gradient that each parameter had before, NaN without one; see `Observer.parameters`.
-        after: The same afterwards.
-        tape: Record of the operations from the outputs of the calls to the loss; None if it was not recorded.
-        line: Line of the script that began it.
-        is_finite: Whether no value that is differentiated is infinite or NaN.
-    """
-
-    update: int
-    calls: list[Call]
-    loss: float
-    scale: float
-    before: np.ndarray
+    update: int  # number of updates before it
+    calls: list[Call]  # that it reached, in their order
+    loss: float  # NaN if what is differentiated is not one number
+    scale: float  # of the gradient scaler
+    before: np.ndarray  # norm of each parameter's gradient, NaN without one; see `Observer.parameters`
     after: np.ndarray
     tape: Tape | None
     line: str
@@ -172,31 +130,17 @@ class Copy:
 
 @dataclass(eq=False)
 class Update:
-    """One update of an optimizer.
+    """One update of an optimizer."""
 
-    Attributes:
-        index: Number of the update of the training; several optimizers may share one.
-        optimizer: The optimizer.
-        rates: Learning rate of each group.
-        norms: Norm of the gradient of each parameter before it, NaN without one.
-        versions: How often each parameter had been written to, before and after.
-        copies: Copies of some parameters.
-        cosine: Cosine of the gradient of these parameters and their change, without decoupled decay; NaN if unknown.
-        before: Of the last update, all parameters before it, while they are small.
-        line: Line of the script that made it.
-        wraps: Whether another optimizer made its update within this one, as in SAM.
-    """
-
-    index: int
+    index: int  # of the update of the training; several optimizers may share one
     optimizer: Any
-    rates: list[float]
-    norms: np.ndarray
-    versions: tuple[list[int], list[int]]
-    copies: list[Copy]
+    rates: list[float]  # of each group
+    norms: np.ndarray  # of the gradients before it, as in `Backward`
+    copies: list[Copy]  # of some parameters
     line: str
-    wraps: bool = False
-    cosine: float = float("nan")
-    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    wraps: bool = False  # another optimizer made its update within this one, as in SAM
+    cosine: float = float("nan")  # of gradients and changes of the copies, without decoupled decay
+    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # all parameters, of the last update, if small
 
 
 @dataclass(frozen=True)
@@ -680,7 +624,6 @@ class Observer:
             self._end_update()
         rates = [float(group.get("lr", float("nan"))) for group in of.param_groups]
         held = [p for group in of.param_groups for p in group["params"]]
-        versions = [p._version for p in held]
         for call in self.passes[-1].calls if self.passes else ():
             if is_split(call.module):  # shards take the place of gathered parameters after a pass
                 self._add(each for each in bare(call.module).named_parameters() if each[1].requires_grad)
@@ -690,7 +633,7 @@ class Observer:
                 if id(p) not in self.at_first and not self.n_done:
                     self.at_first[id(p)] = fingerprint(p)
         copies = self._copies(of)
-        update = Update(self.n_done, of, rates, self._norms(), (versions, []), copies, line_of_script())
+        update = Update(self.n_done, of, rates, self._norms(), copies, line_of_script())
         for outer in self._stepping:
             outer.wraps = True
         self._stepping.append(update)
@@ -736,8 +679,6 @@ class Observer:
         if self.is_over or not self.updates or self.updates[-1].optimizer is not of:
             return
         update = self.updates[-1]
-        held = [p for group in of.param_groups for p in group["params"]]
-        update.versions = (update.versions[0], [p._version for p in held])
         for each in update.copies:
             each.after = each.parameter.detach().clone()
         update.cosine = _cosine(update.copies)
