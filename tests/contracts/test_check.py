@@ -226,6 +226,15 @@ def test_objects_that_accelerate_has_prepared():
     assert found["update_as_predicted"].status is found["causal"].status is Status.PASSED
 
 
+def test_a_schedule_that_the_loop_of_the_check_does_not_step_is_no_failure():
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    found = check(model, optimizer, tokens(), lm_loss, progress=False)
+    assert found["schedule"].status is Status.NOT_APPLICABLE
+    assert schedule.last_epoch == 0
+
+
 def test_derivatives_outside_of_backward_are_no_passes():
     def loss(model, ids):
         embedded = model(ids)

@@ -135,6 +135,7 @@ def _observe_loop(
     with restored(model, optimizers):
         seen = Observer(updates, ready)
         with seen:
+            seen.sees_loop = False
             seen.see_compiled(model)
             given = [*islice(batches, updates)]
             if not given:

@@ -185,6 +185,7 @@ class Observer:
         called: All modules that were called in training.
         checkpoints: Kinds of activation checkpointing that were used: ``reentrant``, ``not reentrant``.
         sees_all: Whether the whole script is observed, from its first line on.
+        sees_loop: Whether the loop is the author's, not one that the check makes.
         is_brief: Whether nothing is noted before the first pass, and no copy of all parameters is kept.
         has_ended: Whether the script ended before the number of updates was reached.
         loaders: Loaders of data that were read.
@@ -205,6 +206,7 @@ class Observer:
         self.keys: list[str] = []
         self.n_earlier = 0
         self.sees_all = self.has_ended = self.is_brief = False
+        self.sees_loop = True
         self.waiting: Callable[[], None] | None = None
         self._origins = Origins()
         self._undo: list[Callable[[], None]] = []

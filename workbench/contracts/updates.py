@@ -28,7 +28,16 @@ from workbench.contracts.gradients import (
     real_updates,
     was_loaded,
 )
-from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, not_tested, passed
+from workbench.contracts.lab import (
+    Lab,
+    NotApplicableError,
+    NotTestedError,
+    contract,
+    failed,
+    not_applicable,
+    not_tested,
+    passed,
+)
 from workbench.contracts.observer import Act, Backward, Copy, Observer, Update
 from workbench.contracts.places import frames_of_script
 from workbench.contracts.results import Result
@@ -326,6 +335,8 @@ def schedule(lab: Lab) -> Result:
     seen, updates = lab.seen, real_updates(lab.seen)
     if len(updates) < 2:
         raise NotTestedError("fewer than two updates were seen")
+    if not seen.sees_loop and not any(act.kind == "schedule" for act in seen.acts):
+        raise NotApplicableError("the updates are those of the check, which steps no schedule; check the script")
     live, optimizers = _live(lr_scheduler.LRScheduler), optimizers_of(seen)
     inner = {id(each) for s in live for each in getattr(s, "_schedulers", [])}
     schedules = [s for of in optimizers for s in live if id(s) not in inner and innermost(s.optimizer) is of]
