@@ -327,7 +327,7 @@ def weights_tied(lab: Lab) -> Result:
 # Gradients of several passes
 
 
-@contract("gradients_cleared")
+@contract("gradients_cleared", of_loop=True)
 def gradients_cleared(lab: Lab) -> Result:
     """Does the gradient of an update hold that of the update before, and is none discarded before it is used?
 

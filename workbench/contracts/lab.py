@@ -342,13 +342,22 @@ Contract = Callable[[Lab], Result]
 CONTRACTS: dict[str, Contract] = {}
 #: Those whose passes are not made beside a training that goes on.
 APART: set[str] = set()
+#: Those that are about the author's loop.
+_OF_LOOP: set[str] = set()
 
 
-def contract(id: str, *, apart: bool = False) -> Callable[[Contract], Contract]:
-    """Register the experiment on a contract under its id, and whether its passes need a training that waits."""
+def contract(id: str, *, apart: bool = False, of_loop: bool = False) -> Callable[[Contract], Contract]:
+    """Register the experiment on a contract under its id.
+
+    Args:
+        id: The id.
+        apart: Whether its passes need a training that waits.
+        of_loop: Whether it says nothing if the check itself makes the updates.
+    """
 
     def register(function: Contract) -> Contract:
         APART.update([id] if apart else [])
+        _OF_LOOP.update([id] if of_loop else [])
         CONTRACTS[id] = function
         return function
 
@@ -398,6 +407,8 @@ def result_of(lab: Lab, id: str) -> Result:
     """Make the experiment on a contract, and return its result."""
     start = time.perf_counter()
     try:
+        if id in _OF_LOOP and not lab.seen.sees_loop:
+            raise NotApplicableError("the updates are those of the check, not of your loop; check the script for it")
         result = CONTRACTS[id](lab)
     except NotTestedError as reason:
         of = not_applicable if isinstance(reason, NotApplicableError) else not_tested

@@ -289,7 +289,7 @@ def _loss(lab: Lab, of: Backward) -> float:
 # Resumed trainings
 
 
-@contract("resume")
+@contract("resume", of_loop=True)
 def resume(lab: Lab) -> Result:
     """After a checkpoint is read, is everything restored that it holds?
 

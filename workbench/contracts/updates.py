@@ -30,7 +30,6 @@ from workbench.contracts.gradients import (
 )
 from workbench.contracts.lab import (
     Lab,
-    NotApplicableError,
     NotTestedError,
     contract,
     failed,
@@ -329,14 +328,12 @@ def lost_to_rounding(lab: Lab) -> Result:
 # Learning rate
 
 
-@contract("schedule")
+@contract("schedule", of_loop=True)
 def schedule(lab: Lab) -> Result:
     """Does the schedule move once for each update, after it, and does the rate stay above 0?"""
     seen, updates = lab.seen, real_updates(lab.seen)
     if len(updates) < 2:
         raise NotTestedError("fewer than two updates were seen")
-    if not seen.sees_loop and not any(act.kind == "schedule" for act in seen.acts):
-        raise NotApplicableError("the updates are those of the check, which steps no schedule; check the script")
     live, optimizers = _live(lr_scheduler.LRScheduler), optimizers_of(seen)
     inner = {id(each) for s in live for each in getattr(s, "_schedulers", [])}
     schedules = [s for of in optimizers for s in live if id(s) not in inner and innermost(s.optimizer) is of]
@@ -464,7 +461,7 @@ def _wrong_way(seen: Observer, schedule: Any) -> Result | None:
 # Loss scale and clipping
 
 
-@contract("loss_scale")
+@contract("loss_scale", of_loop=True)
 def loss_scale(lab: Lab) -> Result:
     """Is the loss scaled up in half precision, and is the scale divided out before the update?"""
     seen = lab.seen
@@ -514,7 +511,7 @@ def _underflow(lab: Lab) -> Result:
     return failed(words, where=of.calls[0].line, remedy="use torch.amp.GradScaler.") if share > 0.1 else passed(words)
 
 
-@contract("clipping_order")
+@contract("clipping_order", of_loop=True)
 def clipping_order(lab: Lab) -> Result:
     """Are gradients clipped after the last pass of an update, without the loss scale, and before the update?"""
     seen = lab.seen
