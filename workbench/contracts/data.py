@@ -294,14 +294,14 @@ def batches_differ(lab: Lab) -> Result:
                 remedy="look at the decoded tokens; the vocabulary of the tokenizer may not fit the text.",
             )
     n, size = len(firsts[0][1]), _size_of_dataset(lab)
-    if (copies := _copies(lab, size)) is not None:
-        return copies
     different = len({content for _, content in batches})
     if different == 1:
         if size is None or size <= n:
             raise NotTestedError(f"all {n_updates} updates have the same {n} examples; are these all the data")
         words = f"All {n_updates} updates have the same {n} of {size} examples."
         return failed(words, where="the data loader", remedy="draw a new batch for each update.")
+    if (copies := _copies(lab, size)) is not None:
+        return copies
     # Within an update some methods use a batch twice on purpose, but streams that several workers read may repeat it.
     is_streamed = any(a[1] == b[1] for a, b in itertools.pairwise(batches)) and _is_read_by_workers()
     steps = [{content} for _, content in batches]
