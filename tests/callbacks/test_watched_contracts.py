@@ -92,6 +92,33 @@ def test_a_sound_training_raises_no_alarm_and_nothing_remains(tmp_path):
     assert "workbench check" in report["rate_in_range"].evidence
 
 
+def test_experiments_after_different_updates_do_not_share_outputs(tmp_path):
+    """Outputs move by more than rounding from the update after which one contract is tested to that of the next."""
+
+    class Packed(nn.Module):
+        """Model of single tokens, whose documents do not see each other."""
+
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(N_TOKENS, WIDTH), nn.Linear(WIDTH, N_TOKENS)
+
+        def forward(self, tokens, position_ids):
+            return self.head(self.embed(tokens))
+
+    model, positions = Packed(), torch.arange(LENGTH).remainder(LENGTH // 2).expand(4, -1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with wb.watch(model, optimizer, store=tmp_path / "a.zarr", every=None, shows=False, budget=None) as watched:
+        for _ in range(N_LATE):
+            tokens = torch.randint(0, N_TOKENS, (4, LENGTH))
+            logits = model(tokens, position_ids=positions)[:, :-1]
+            functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = watched.contracts
+    assert {report[id].status for id in ("causal", "examples_independent")} == {Status.PASSED}
+    assert [each.id for each in report.failed] == ["order_matters"]  # which is so in this model
+
+
 def test_hooks_are_removed_while_the_training_goes_on(tmp_path):
     before, seen = parts_of_torch(), []
     model = Model()
