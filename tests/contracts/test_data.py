@@ -128,6 +128,15 @@ def test_two_workers_that_read_the_same():
     assert checked(None, lm_loss, ids, updates=6)["batches_differ"].status is Status.FAILED
 
 
+def test_single_states_may_come_twice_in_a_row():
+    states = [torch.eye(8)[[i // 2]] for i in range(12)]
+
+    def loss(model, state):
+        return functional.cross_entropy(model(state), state.argmax(-1))
+
+    assert checked(nn.Linear(8, 8), loss, states, updates=12)["batches_differ"].status is Status.PASSED
+
+
 def test_broken_tokenizer():
     ids = [torch.where(torch.rand(each.shape) < 0.97, 1, each) for each in tokens()]
     found = checked(None, lm_loss, ids)["batches_differ"]
