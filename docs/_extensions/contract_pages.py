@@ -81,7 +81,7 @@ def picture(found):
 
     n_rows = -(-len(found) // _N_COLUMNS)
     figure = Figure(figsize=(11, 1.55 * n_rows), layout="constrained")
-    panels = figure.subplots(n_rows, _N_COLUMNS, sharex=True).flat
+    panels = figure.subplots(n_rows, _N_COLUMNS).flat
     for panel, (contract, one) in zip(panels, found.items(), strict=False):
         panel.plot(one["sound"], color="#b5b5b5", linewidth=2.5)
         panel.plot([math.nan if each is None else each for each in one["losses"]], color="#d55e00", linewidth=1)
@@ -104,7 +104,7 @@ def section(contract, faults, one):
     parts = [
         f"## {contract}",
         f"{fault.name[0].upper()}{fault.name[1:]}{kind}. In the step `{fault.where}`:",
-        fenced(f"{wrong}  # wrong\n{sound}  # sound", "python"),
+        fenced(f"# wrong\n{wrong}\n# sound\n{sound}", "python"),
     ]
     if one:
         value = last(one["losses"])

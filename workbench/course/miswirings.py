@@ -173,7 +173,7 @@ _FAULTS = (
           lambda self, update: functional.dropout(update, 0.1), (Training, Encoding)),
     Fault("minus infinity in the mask", "finite", Decoder.weights,
           lambda self, scores, visible: scores.masked_fill(~visible, float("-inf")).softmax(-1),
-          (Encoding,), ("labels_present", "order_matters")),
+          (Encoding,)),
     Fault("head replaced after the optimizer", "optimizer_covers", Training.finish,
           _new_head, _PLAIN),
     Fault("blocks alone optimized", "optimizer_covers", Training.optimized,
