@@ -85,6 +85,15 @@ def test_parameters_of_no_optimizer(is_held, sees_all, words):
     assert fails(found, words) if words else found.status is UNKNOWN
 
 
+@pytest.mark.parametrize(("sees_all", "status"), [(True, Status.NOT_TESTED), (False, PASSED)])
+def test_most_parameters_frozen_at_random_values_are_a_question(sees_all, status):
+    model = net()
+    model[0].requires_grad_(False)
+    found = trained(model, SGD(model[2].parameters(), lr=0.1), sees_all=sees_all)["optimizer_covers"]
+    assert found.status is status
+    assert status is PASSED or found.where == "0.weight, 0.bias"
+
+
 def test_parameters_that_are_moved_by_hand_need_no_optimizer():
     model = net()
 

@@ -103,6 +103,16 @@ def optimizer_covers(lab: Lab) -> Result:
         alive = {id(p) for p in _parameters_of_modules()} if dead else ()
         n_idle = sum(id(p) not in alive for p in dead)
         words = f"; {counted(n_idle, 'tensor')} of no module are held as well" if n_idle else ""
+        frozen = [name for name, p in named.values() if not p.requires_grad]
+        share = sum(p.numel() for _, p in named.values() if not p.requires_grad) / sum(
+            p.numel() for _, p in named.values()
+        )
+        if share > 0.5 and not was_loaded(lab):
+            return not_tested(
+                f"{fine_percent(share)} of the entries of the parameters are frozen at their random values, as nothing "
+                "was loaded; is that on purpose?",
+                where=names_in_words(frozen),
+            )
         return passed(f"Each parameter with a gradient is in one optimizer: {held}{words}.")
     owner = {key: name.rpartition(".")[0] for key, (name, _) in named.items()}
     groups = [{owner[id(p)] for p in g["params"] if id(p) in owner} for of in optimizers for g in of.param_groups]
