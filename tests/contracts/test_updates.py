@@ -416,3 +416,32 @@ def test_clippings_without_an_update_are_unknown():
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     assert results_of(updates, loop, 8)["clipping_order"].status is UNKNOWN
+
+
+def test_experiments_between_a_forward_and_a_backward_pass_leave_its_graph_alone():
+    def trained_pair(watches):
+        torch.manual_seed(0)
+        maker = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        critic = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.Linear(8, 1))
+        of_maker, of_critic = (SGD(each.parameters(), lr=0.1) for each in (maker, critic))
+
+        def loop():
+            for _ in range(8):
+                critic.zero_grad()
+                fake = maker(torch.randn(16, 4))
+                (critic(fake.detach()) - critic(torch.randn(16, 4))).mean().backward()
+                of_critic.step()
+                maker.zero_grad()
+                (-critic(fake)).mean().backward()  # before this call the experiments are made
+                of_maker.step()
+
+        if watches:
+            with Observer(4, lambda seen: all_results(seen, (), show_progress(False))) as seen:
+                loop()
+            assert seen.interrupted is not None
+        else:
+            loop()
+        return [p.detach().clone() for each in (maker, critic) for p in each.parameters()]
+
+    for plain, observed in zip(trained_pair(False), trained_pair(True), strict=True):
+        assert torch.equal(plain, observed)

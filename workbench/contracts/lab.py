@@ -125,6 +125,13 @@ class Lab:
                     return ids
         return max(fitting, key=lambda each: each[:2])[2]
 
+    @cached_property
+    def held(self) -> tuple[Tensor, ...]:
+        """Parameters and buffers of all modules that were called, those that are no plain tensors excepted."""
+        modules = {*self.seen.called, *(part for look in self.seen.looks for part in look.call.module.modules())}
+        found = {id(t): t for m in modules for t in (*m.parameters(False), *m.buffers(False))}
+        return tuple(t for t in found.values() if type(t) in (Tensor, nn.Parameter) and not t.is_inference())
+
     @property
     def read_ids(self) -> list[Tensor]:
         """Ids that embeddings of the first call received and that are its arguments, `tokens` first."""
@@ -409,7 +416,9 @@ def result_of(lab: Lab, id: str) -> Result:
     try:
         if id in _OF_LOOP and not lab.seen.sees_loop:
             raise NotApplicableError("the updates are those of the check, not of your loop; check the script for it")
-        result = CONTRACTS[id](lab)
+        # The loop may be between a forward and a backward pass, whose graph holds what is changed and restored.
+        with torch.autograd._unsafe_preserve_version_counter(lab.held):
+            result = CONTRACTS[id](lab)
     except NotTestedError as reason:
         of = not_applicable if isinstance(reason, NotApplicableError) else not_tested
         result = of(f"{capitalized(str(reason))}.")
