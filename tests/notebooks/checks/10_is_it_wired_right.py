@@ -17,7 +17,7 @@ assert reports["blocks alone optimized"]["optimizer_covers"].status.value == "co
 assert "is that on purpose?" in reports["blocks alone optimized"]["optimizer_covers"].evidence
 # Every curve falls, and the lowest is that of a model that sees its answers.
 first = {name: run["monitors"]["loss"].values[:5].mean() for name, run in runs.items()}
-assert all(table["last loss"][name] < 0.5 * first[name] for name in runs)
+assert all(table["last loss"][name] < 0.8 * first[name] for name in runs)
 assert table["last loss"].idxmin() == "no causal mask"
 # The picture shows outputs before the token that was changed.
 picture = reports["no causal mask"]["causal"].picture
