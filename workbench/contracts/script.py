@@ -58,7 +58,10 @@ def check_script(
         ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
     if not ranks:
         words = f"ended with status {status}" if status else "ended"
-        raise OptionError(f"The script {words} before its first update; pass a command that trains a model with torch.")
+        raise OptionError(
+            f"The script {words} before its first update in the main thread of its own process; pass a command that "
+            "trains a model with torch, torchrun if there are several processes."
+        )
     return merged([_in_stages(stages) for stages in ranks])
 
 
