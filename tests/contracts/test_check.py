@@ -244,3 +244,27 @@ def test_derivatives_outside_of_backward_are_no_passes():
     report = checked(None, loss)
     assert report["labels_aligned"].status is Status.PASSED
     assert not report.failed
+
+
+def test_scripted_modules_and_transformed_calls_do_not_stop_a_training():
+    from torch.func import functional_call, grad, vmap
+
+    model, x = torch.jit.script(nn.Linear(4, 2)), torch.randn(6, 4)
+    plain = nn.Linear(4, 2)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+
+    def one(held, x):
+        return functional_call(plain, held, (x[None],)).square().sum()
+
+    done = []
+    with Observer(3, done.append) as seen:
+        for _ in range(3):
+            model(x).square().mean().backward()
+            found = vmap(grad(one), in_dims=(None, 0))({n: p.detach() for n, p in plain.named_parameters()}, x)
+            for name, p in plain.named_parameters():
+                p.grad = found[name].mean(0)
+            for each in optimizers:
+                each.step()
+        seen.finish()
+    assert done == [seen]
+    assert [call.module for call in seen.calls] == [model] * 3

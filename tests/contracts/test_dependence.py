@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -201,3 +203,90 @@ def test_nodes_of_a_graph_are_mixed_on_purpose():
 
     batches = [(torch.randn(40, 8), torch.rand(40, 40), torch.randint(0, 3, (40,))) for _ in range(4)]
     assert checked(Graph(), loss, batches)["examples_independent"].status is Status.NOT_APPLICABLE
+
+
+class TwoTowers(nn.Module):
+    """Similarities of all pairs of texts and images, with states that the texts do not reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.ids, self.positions = nn.Embedding(24, 8), nn.Parameter(torch.randn(LENGTH, 8))
+        self.image = nn.Linear(7, 8 * LENGTH)
+
+    def forward(self, ids, image):
+        states = self.image(image)
+        text = ((self.ids(ids) + self.positions).tanh() * self.positions.roll(1, 0)).mean(1)
+        return text @ states[:, :8].mT, states
+
+
+def test_similarities_of_pairs_and_states_beside_them_are_sound():
+    def loss(model, batch):
+        similar, states = model(*batch)
+        return nn.functional.cross_entropy(similar, torch.arange(len(similar))) + states.square().mean()
+
+    report = checked(TwoTowers(), loss, [(ids, torch.randn(6, 7)) for ids in tokens()])
+    assert report["examples_independent"].status is Status.PASSED, report["examples_independent"]
+    assert report["order_matters"].status is Status.PASSED, report["order_matters"]
+
+
+class OfAll(nn.Module):
+    """A mean over all examples, of its first or of its second input."""
+
+    def __init__(self, which):
+        super().__init__()
+        self.which, self.layers = which, nn.ModuleList(nn.Linear(4, 3) for _ in range(2))
+
+    def forward(self, *given):
+        found = [layer(each) for layer, each in zip(self.layers, given, strict=True)]
+        found[self.which] = found[self.which] + found[self.which].softmax(1).mean(0)
+        return found[0] + found[1]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_examples_that_mix_in_any_input(which):
+    def loss(model, batch):
+        return nn.functional.cross_entropy(model(*batch[:2]), batch[2])
+
+    batches = [(torch.randn(6, 4), torch.randn(6, 4), torch.arange(6) % 3) for _ in range(4)]
+    assert checked(OfAll(which), loss, batches)["examples_independent"].status is Status.FAILED
+
+
+def test_sets_of_normalized_examples_mix():
+    class Sets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(5, 3)
+
+        def forward(self, x):
+            x = (x - x.mean(2, keepdim=True)) / x.std(2, keepdim=True)
+            return self.head(x.sum((0, 1)) + 0.1 * x.sum(1))
+
+    batches = [(torch.randn(6, 4, 5), torch.arange(6) % 3) for _ in range(4)]
+    found = checked(Sets(), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batches)
+    assert found["examples_independent"].status is Status.FAILED
+
+
+class Translator(nn.Module):
+    """An encoder whose states are an output, and a decoder that begins with the id of padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(pad_token_id=0)
+        self.ids, self.head = nn.Embedding(24, 8), nn.Linear(8, 24)
+
+    def forward(self, ids, attention_mask, labels):
+        states = self.ids(ids)
+        source = (states * attention_mask[..., None]).sum(1, keepdim=True)
+        shifted = torch.cat([torch.zeros_like(labels[:, :1]), labels[:, :-1]], 1)
+        return self.head((self.ids(shifted).cumsum(1) + source).tanh()), states
+
+
+def test_the_first_token_of_a_decoder_and_states_of_padding_are_no_outputs_of_padding():
+    def loss(model, batch):
+        scores, states = model(*batch)
+        return nn.functional.cross_entropy(scores.mT, batch[2]) + 1e-3 * states.square().mean()
+
+    mask = torch.arange(LENGTH) < torch.randint(4, LENGTH, (6, 1))
+    batches = [(ids * mask, mask.long(), ids[:, :5]) for ids in tokens()]
+    found = checked(Translator(), loss, batches)["mask_respected"]
+    assert found.status is Status.PASSED, found

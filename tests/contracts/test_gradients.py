@@ -5,6 +5,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
+from tests.contracts.small import checked
 from workbench.contracts import gradients
 from workbench.contracts.check import CONTRACTS, all_results, show_progress
 from workbench.contracts.observer import Observer
@@ -437,3 +438,26 @@ def test_gradients_that_are_all_0():
     found = trained(net)["gradients_reach_all"]
     assert found.status is FAILED
     assert "exactly 0" in found.evidence
+
+
+def test_a_factor_without_gradient_beside_another_of_the_same_shapes():
+    class LowRank(nn.Module):
+        def __init__(self, is_cut):
+            super().__init__()
+            self.a, self.b, self.is_cut = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8)), is_cut
+
+        def forward(self, x):
+            return x + x @ (self.a.detach() if self.is_cut else self.a) @ self.b
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.head = LowRank(True), LowRank(True), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.second(self.first(x)))
+
+    batches = [(torch.randn(6, 8), torch.arange(6) % 3) for _ in range(4)]
+    found = checked(Two(), lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1]), batches)["gradients_reach_all"]
+    assert found.status is Status.FAILED, found
+    assert "first.a" in found.where

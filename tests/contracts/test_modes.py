@@ -75,6 +75,34 @@ def test_softmax_before_the_cross_entropy(is_inside):
     assert "below 2.25 nats" in found["initial_loss"].evidence
 
 
+def binary(scores, y):
+    return functional.binary_cross_entropy_with_logits(
+        scores.mT.reshape(-1), functional.one_hot(y, 3).float().mT.reshape(-1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (torch.sigmoid, binary),
+        (lambda scores: scores.log_softmax(-1).exp(), functional.cross_entropy),
+        (lambda scores: scores.softmax(-1), functional.nll_loss),
+    ],
+)
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_losses_of_logits_that_receive_probabilities(make, loss, is_inside):
+    class Inside(Classifier):
+        def forward(self, x):
+            return make(super().forward(x)) if is_inside else super().forward(x)
+
+    def of(model, batch):
+        return loss(model(batch[0]) if is_inside else make(model(batch[0])), batch[1])
+
+    found = checked(Inside(), of, batches(4))["initial_loss"]
+    assert found.status is Status.FAILED
+    assert "probabilities" in found.evidence
+
+
 def test_log_softmax_before_the_cross_entropy_is_sound():
     found = checked(None, lambda model, ids: next_token(model(ids).log_softmax(-1), ids))
     assert found["initial_loss"].status is Status.PASSED

@@ -445,3 +445,37 @@ def test_experiments_between_a_forward_and_a_backward_pass_leave_its_graph_alone
 
     for plain, observed in zip(trained_pair(False), trained_pair(True), strict=True):
         assert torch.equal(plain, observed)
+
+
+class InList(nn.Module):
+    """Layers in a list, where `parameters` does not find them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = [nn.Linear(4, 8), nn.Linear(8, 8)], nn.Linear(8, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_modules_in_a_plain_list(is_held):
+    def make():
+        hidden = [p for layer in model.layers for p in layer.parameters()] if is_held else []
+        return SGD([*model.parameters(), *hidden], lr=0.1)
+
+    model = InList()
+    found = trained(model, make)["optimizer_covers"]
+    assert found.status is (PASSED if is_held else Status.FAILED)
+    assert is_held or found.where == "layers"
+
+
+def test_an_optimizer_without_updates_is_a_question():
+    model = net()
+    idle = SGD(model[2].parameters(), lr=0.1)
+    found = trained(model, lambda: SGD(model[0].parameters(), lr=0.1))["optimizer_covers"]
+    assert found.status is UNKNOWN
+    assert "2.weight" in found.where
+    assert len(idle.param_groups) == 1

@@ -233,10 +233,10 @@ def padding_mask(lab: Lab, ids: Tensor | None = None) -> tuple[Tensor, str]:
     value, how = _padding_id(lab, tokens)
     if value is None:
         return torch.zeros_like(tokens, dtype=torch.bool), ""
-    right = _run_of(value, tokens.flip(1)).flip(1)
-    if how == "pad_token_id":  # the first one may be the end of the sequence
-        right &= right.roll(1, 1)
-    return right | _run_of(value, tokens), how
+    right, left = _run_of(value, tokens.flip(1)).flip(1), _run_of(value, tokens)
+    if how == "pad_token_id":  # the one beside the text may be its end, or begin it for a decoder
+        right, left = right & right.roll(1, 1), left & left.roll(-1, 1)
+    return right | left, how
 
 
 @contract("padding_ignored")

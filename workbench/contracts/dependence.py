@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -121,13 +122,21 @@ def examples_independent(lab: Lab) -> Result:
     # All but one in the middle change, since a recurrence reaches only examples on one side, and a maximum is one's.
     i = old.shape[0] // 2
     others = [j for j in range(len(old)) if j != i]
-    new = _other(old) if is_ids else 4 * old.flip(-1) + old.std()
+    new, changed = _other(old) if is_ids else _noisy(old), call
     new[i] = old[i]
-    base, moved = lab.outputs(call), lab.outputs(call, *lab._with(call, old, new))
+    for each in [] if is_ids else arguments(call):
+        if each is not old and each.is_floating_point() and each.ndim > 1 and len(each) == len(old):
+            more = _noisy(each)
+            more[i] = each[i]
+            args, kwargs = lab._with(changed, each, more)
+            changed = replace(changed, args=args, kwargs=kwargs)
+    base, moved = lab.outputs(call), lab.outputs(call, *lab._with(changed, old, new))
     pairs = [(a, b) for a, b in zip(base, moved, strict=True) if a.ndim > 1 and a.shape[0] == old.shape[0]]
     if not pairs:
         raise NotTestedError("no output has an entry for each example")
-    here = max(float((a[i] - b[i]).abs().amax()) for a, b in pairs)
+    # Of a matrix over pairs of examples, such as similarities, a column may belong to another example.
+    own = [(a[i, i], b[i, i]) if a.shape[1] == len(old) else (a[i], b[i]) for a, b in pairs]
+    here = max(float((a - b).abs().amax()) for a, b in own)
     there = max(float((a[others] - b[others]).abs().amax()) for a, b in pairs)
     limit = max(max(lab.rounding(a) for a, _ in pairs), 1e-6 * there)
     if here > limit:
@@ -152,6 +161,12 @@ def examples_independent(lab: Lab) -> Result:
         f"Other examples change their own outputs by {number_in_words(there)}, and those of example {i} by "
         f"{number_in_words(here)}."
     )
+
+
+def _noisy(values: Tensor) -> Tensor:
+    """Return values of another order and scale, with noise, since sums and norms see neither of the two."""
+    noise = torch.randn(values.shape, generator=torch.Generator().manual_seed(0)).to(values)
+    return 4 * (values.flip(-1) + values.std() * noise)
 
 
 #: Functions that compare outputs with targets entry by entry.
@@ -281,6 +296,12 @@ def _with_other_padding(lab: Lab, ids: Tensor, is_padding: Tensor) -> list[Tenso
     return found if is_replaced else lab.outputs(lab.call, *lab.with_tokens(lab.call, new))
 
 
+def _used(lab: Lab, outputs: list[Tensor]) -> list[int]:
+    """Return the places of the outputs of the first call that get a gradient, or that of the largest."""
+    largest = max(range(len(outputs)), key=lambda i: outputs[i].numel())
+    return [i for i in lab.call.class_axes if i < len(outputs)] or [largest]
+
+
 @contract("mask_respected")
 def mask_respected(lab: Lab) -> Result:
     """Do outputs of tokens change when padding holds other ids, and are those of fully masked examples finite?"""
@@ -292,13 +313,13 @@ def mask_respected(lab: Lab) -> Result:
         return not_applicable("The batch has no padding.")
     is_padding = padding_mask(lab)[0]
     base = lab.outputs(lab.call)
-    used = [i for i in lab.call.class_axes if i < len(base)] or [max(range(len(base)), key=lambda i: base[i].numel())]
-    largest, how = 0.0, ""
+    used, largest, how = _used(lab, base), 0.0, ""
     for ids, is_other, found in padded:
         moved = _with_other_padding(lab, ids, is_other)
         how = how or found
         for a, b in [(base[i], moved[i]) for i in used if base[i].ndim and base[i].shape == moved[i].shape]:
-            real = ~is_padding.to(a.device) if a.shape[:2] == is_padding.shape else slice(None)
+            masks = [each.to(a.device) for each in (is_padding, is_other) if a.shape[:2] == each.shape]
+            real = ~torch.stack(masks).any(0) if masks else slice(None)
             if not torch.isfinite(a[real]).all():
                 raise NotTestedError("outputs are not finite")
             change = float((a[real] - b[real]).abs().amax())
@@ -333,14 +354,18 @@ def order_matters(lab: Lab) -> Result:
     if n < 4:
         raise NotTestedError("some examples have fewer than four tokens")
     generator = torch.Generator().manual_seed(0)
-    order = torch.cat([torch.randperm(n - 1, generator=generator), torch.arange(n - 1, tokens.shape[1])])
-    change = _change(lab, tokens[:, order.to(tokens.device)])
-    if change.shape[0] != tokens.shape[0]:
-        raise NotTestedError("the outputs do not belong to the examples")
-    largest = float((change[:, n - 1] if change.ndim == 2 else change).amax())
+    order = torch.cat([torch.randperm(n - 1, generator=generator), torch.arange(n - 1, tokens.shape[1])]).to(
+        tokens.device
+    )
+    base, moved = lab.outputs(lab.call), lab.outputs(lab.call, *lab.with_tokens(lab.call, tokens[:, order]))
+    pairs = [(base[i], moved[i]) for i in _used(lab, base) if base[i].ndim and len(base[i]) == len(tokens)]
+    if not pairs or any(a.shape == tokens.shape for a, _ in pairs):
+        raise NotTestedError("the outputs do not belong to the examples, or may be of tokens or of classes")
+    pairs = [(a[:, n - 1], b[:, n - 1]) if a.shape[:2] == tokens.shape else (a, b) for a, b in pairs]
+    largest = max(float((a - b).abs().amax()) for a, b in pairs)
     if not math.isfinite(largest):
         raise NotTestedError("outputs are not finite")
-    if largest > lab.rounding(lab.base):
+    if any(float((a - b).abs().amax()) > lab.rounding(a) for a, b in pairs):
         return passed(f"Tokens in another order change the last output by {number_in_words(largest)}.")
     return failed(
         f"Tokens in another order change the last output by {number_in_words(largest)}, which rounding explains: the "

@@ -143,7 +143,9 @@ class _Group:
         shapes, parent = [p.shape for p in module.parameters()], _outer(self.path)
         for name, other in modules.items():
             if other is not module and type(other) is type(module) and [p.shape for p in other.parameters()] == shapes:
-                is_alike = any(id(p) in with_gradient for p in other.parameters())
+                theirs = dict(other.named_parameters())  # those of the same names, as others of this one may have some
+                mine = (theirs.get(name.removeprefix(f"{self.path}.")) for name in self.named)
+                is_alike = any(id(p) in with_gradient for p in mine)
                 is_in_list = _outer(name) == parent and isinstance(modules[parent], nn.ModuleList | nn.ModuleDict)
                 # A norm is like any other: one that is alone is forgotten.
                 self.is_like_another |= is_alike and (is_in_list or bool([*module.children()]))

@@ -19,19 +19,6 @@ from workbench.formatting import fine_percent, number_in_words
 from workbench.models.calling import bare
 from workbench.models.losses import tensors_in
 
-#: Functions of torch that only give a tensor another shape, between probabilities and a loss.
-_SHAPES = (
-    "view",
-    "reshape",
-    "flatten",
-    "transpose",
-    "permute",
-    "squeeze",
-    "unsqueeze",
-    "float",
-    "contiguous",
-    "__getitem__",
-)
 #: Least excess, in nats, of a first loss over that of a uniform guess that is too large.
 _LEAST_EXCESS = 2.0
 
@@ -75,17 +62,19 @@ def initial_loss(lab: Lab) -> Result:
 
 def _double_softmax(lab: Lab) -> Result | None:
     """Return a failure if a cross entropy receives probabilities instead of logits."""
-    where, n_classes = "", 0
+    where, loss, n_classes = "", "", 0
     for call in lab.seen.main_calls()[:1]:
         if (found := call.token_labels) is not None and found.are_probabilities:
             where, n_classes = f"the output of {type(bare(call.module)).__name__}", found.n_classes
     for one in lab.seen.passes[:1]:
-        if one.tape is not None and one.tape.is_complete:
-            for loss, kind in (("cross_entropy", "softmax"), ("binary_cross_entropy_with_logits", "sigmoid")):
-                if (n := one.tape.classes_between(kind, loss, _SHAPES)) is not None:
-                    where, n_classes = f"{kind} before the loss ({one.line})", n if kind == "softmax" else 1
+        if one.tape is not None and one.tape.is_complete and one.tape.doubled[1]:
+            (loss, n_classes), kind = one.tape.doubled, "sigmoid" if one.tape.doubled[1] == 1 else "softmax"
+            where = f"{kind} before the loss ({one.line})"
     if not where:
         return None
+    if loss in ("nll_loss", "ctc_loss"):
+        words = f"{loss} receives probabilities instead of their logarithms."
+        return failed(words, where=where, remedy="use log_softmax instead of softmax.")
     floor = math.log1p(max(1, n_classes - 1) / math.e)
     return failed(
         f"The cross entropy receives probabilities instead of logits: it cannot fall below {floor:.3g} nats.",

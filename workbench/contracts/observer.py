@@ -382,7 +382,7 @@ class Observer:
     # Forward passes
 
     def _enter(self, module: nn.Module, args: tuple) -> None:
-        if torch.compiler.is_compiling() or threading.current_thread() is not threading.main_thread():
+        if _is_traced():
             return
         if self.is_over:
             if self.waiting is not None:
@@ -487,7 +487,7 @@ class Observer:
     def _leave(self, module: nn.Module, args: tuple, *rest: Any) -> None:
         # After an exception of the module, torch passes no keywords.
         kwargs, output = rest if len(rest) == 2 else ({}, None)
-        if torch.compiler.is_compiling() or self.is_over or threading.current_thread() is not threading.main_thread():
+        if self.is_over or _is_traced():
             return
         self._depth.n = depth = max(0, getattr(self._depth, "n", 0) - 1)
         if torch._C._current_graph_task_id() != -1:
@@ -802,6 +802,12 @@ def _axes_that_sum_to_zero(gradient: Tensor) -> list[int]:
     sums = [(axis, g.sum(axis).abs().amax(), g.abs().sum(axis).amax()) for axis in range(g.ndim)]
     limit = max(1e-3, 64 * torch.finfo(gradient.dtype).eps)
     return [axis for axis, total, size in sums if float(total) <= limit * float(size)]
+
+
+def _is_traced() -> bool:
+    """Whether tensors have no values now, under compilation or vmap and grad of torch.func, or belong to a thread."""
+    is_transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.compiler.is_compiling() or is_transformed or threading.current_thread() is not threading.main_thread()
 
 
 def _remove(values: Any, value: Any) -> None:

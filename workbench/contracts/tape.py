@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,15 @@ from workbench.models.losses import tensors_in
 
 #: Most operations of a record; a longer one is given up.
 _MOST = 4096
+#: Losses that receive logits, or their logarithmic softmax.
+_OF_LOGITS = ("cross_entropy", "binary_cross_entropy_with_logits", "nll_loss", "ctc_loss")
+#: Operations that only give a tensor another shape, between probabilities and a loss.
+_SHAPES = (
+    *("View", "UnsafeView", "Reshape", "Alias", "Transpose", "Permute", "TBackward", "Squeeze", "Unsqueeze"),
+    *("Select", "Slice", "Clone", "ToCopy"),
+)
+#: Error of a sum of probabilities in half precision.
+_OF_SUM = 0.01
 
 
 class _Place:
@@ -42,7 +51,7 @@ class Tape(TorchFunctionMode):
         self._places: dict[int, int] = {}
         self._of_calls: list[list[int]] = []
         self._held: list[Tensor] = []  # so that no address is used twice
-        self._classes: dict[int, int] = {}
+        self._doubled: dict[int, tuple[str, int]] = {}
         self._root = -1
         self._n = 0
 
@@ -54,7 +63,6 @@ class Tape(TorchFunctionMode):
     def _note(self, tensor: Tensor) -> int:
         self._held.append(tensor)
         self._places[id(tensor)] = number = self._n
-        self._classes[number] = tensor.shape[-1] if tensor.ndim else 0
         self._n += 1
         return number
 
@@ -70,6 +78,8 @@ class Tape(TorchFunctionMode):
             if made:
                 self.operations.append((func, *given, [self._note(each) for each in made]))
                 self._lines.append(line_of_script())
+                if (n := _n_classes(func, args, kwargs)) > 0:
+                    self._doubled[self._places[id(made[0])]] = getattr(func, "__name__", ""), n
         return result
 
     def _placed(self, value: Any) -> Any:
@@ -140,31 +150,11 @@ class Tape(TorchFunctionMode):
             return False
         return made[2].get("reduction", "mean") == "mean" and "sum" not in made[1]
 
-    def classes_between(self, first: str, then: str, passing: Sequence[str]) -> int | None:
-        """Return the size of the last axis of what one function gives to another, by functions that only pass it on.
-
-        Args:
-            first: Name of the first function.
-            then: Name of the function whose first argument it gives.
-            passing: Names of functions between them that change no value.
-
-        Returns:
-            The size, 0 if it is not known; None if the second function receives nothing from the first one.
-        """
-        makers = {number: each for each in self.operations for number in each[3]}
-        for func, args, kwargs, _ in self.operations:
-            if getattr(func, "__name__", "") != then:
-                continue
-            given = args[0] if args else kwargs.get("input")
-            while isinstance(given, _Place) and given.number in makers:
-                made_by, args_of, kwargs_of, _ = makers[given.number]
-                name = getattr(made_by, "__name__", "")
-                if name == first:
-                    return self._classes.get(given.number, 0)
-                if name not in passing:
-                    break
-                given = args_of[0] if args_of else kwargs_of.get("input")
-        return None
+    @property
+    def doubled(self) -> tuple[str, int]:
+        """Name of the first loss that receives probabilities, and the number of their classes; empty without one."""
+        made = [number for *_, numbers in self._needed() for number in numbers]
+        return next((self._doubled[number] for number in made if number in self._doubled), ("", 0))
 
     def loss(self, outputs: list[Any]) -> Tensor:
         """Return the loss of new outputs of the same calls."""
@@ -223,6 +213,23 @@ def leave_closed() -> None:
     stack = _get_current_function_mode_stack()
     if stack and isinstance(stack[-1], Tape | Origins) and stack[-1].is_closed:
         stack[-1].__exit__(None, None, None)
+
+
+def _n_classes(func: Any, args: Any, kwargs: Any) -> int:
+    """Return the number of classes of probabilities that a loss receives, 1 after a sigmoid; 0 if it has logits."""
+    given, name = next(tensors_in([args, kwargs]), None), getattr(func, "__name__", "")
+    if given is None or name not in _OF_LOGITS or torch._C._functorch.peek_interpreter_stack() is not None:
+        return 0
+    node: Any = given.grad_fn
+    while node is not None and node.name().startswith(_SHAPES):
+        node = node.next_functions[0][0]
+    maker = "" if node is None else node.name()
+    if name == "binary_cross_entropy_with_logits":
+        return int(maker.startswith("Sigmoid"))
+    axis = 1 if given.ndim > 1 and name != "ctc_loss" else -1
+    sums = given.detach().float().sum(axis)
+    is_sum = sums.numel() > 1 and bool((given >= 0).all()) and bool(((sums - 1).abs() < _OF_SUM).all())
+    return given.shape[axis] if is_sum or maker.startswith("Softmax") else 0
 
 
 def _places_in(value: Any) -> list[_Place]:

@@ -89,6 +89,12 @@ def optimizer_covers(lab: Lab) -> Result:
         words = f"{counted(len(shared), 'parameter')} are updated by two optimizers with the same gradient"
         remedy = "give each parameter to one optimizer."
         return failed(f"{words}, {len(twice)} times.", where=_where(seen, shared, *lines), remedy=remedy)
+    if hidden := _in_plain_lists(seen):
+        words = f"The parameters of {names_in_words([*hidden])} get gradients and are in no optimizer: lists hide them"
+        if was_loaded(lab):
+            return not_tested(f"{words}; is that on purpose?", where=names_in_words([*hidden]))
+        remedy = "hold modules in nn.ModuleList or nn.ModuleDict."
+        return failed(f"{words} from parameters().", where=names_in_words([*hidden]), remedy=remedy)
     has_gradient = {key: norm > 0 for key, norm in zip(seen.parameters, reached(seen), strict=True)}
     named = {id(p): (name, p) for root in seen.roots for name, p in root.named_parameters()}
     stepped = {id(p): p for of in optimizers for p in _held(of)}
@@ -96,7 +102,11 @@ def optimizer_covers(lab: Lab) -> Result:
     missing = {key: p for key, p in trained if key not in stepped and not seen.was_moved(p)}
     if missing:  # to look at all objects takes long
         anywhere = {id(p) for of in _live(torch.optim.Optimizer) for p in _held(of)}
+        waiting = [p for key, p in missing.items() if key in anywhere]
         missing = {key: p for key, p in missing.items() if key not in anywhere}
+        if waiting and not missing:
+            words = f"{counted(len(waiting), 'parameter')} with gradients are in an optimizer that made no update"
+            return not_tested(f"{words}; does it begin later?", where=_where(seen, waiting))
     dead = [p for key, p in stepped.items() if key not in named and not has_gradient.get(key)]
     held = counted(sum(key in named for key in stepped), "parameter")
     if not missing:
@@ -137,6 +147,21 @@ def optimizer_covers(lab: Lab) -> Result:
         return not_tested(f"{words}, {held} are in one; is that on purpose?", where=where)
     remedy = "build the optimizer from model.parameters() of the finished model, or freeze by requires_grad=False."
     return failed(f"{words}; {reason}.", where=where, remedy=remedy)
+
+
+def _in_plain_lists(seen: Observer) -> dict[str, nn.Module]:
+    """Return modules that are called within a model, get gradients, and are in a list instead of a ModuleList."""
+    known = {module for root in seen.roots for module in root.modules()}
+    found: dict[str, nn.Module] = {}
+    for name, part in [entry for root in seen.roots for entry in root.named_modules()]:
+        for attribute, value in vars(part).items():
+            parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+            for each in parts:
+                is_other = isinstance(each, nn.Module) and each not in known
+                if is_other and any(p.grad is not None and bool(p.grad.any()) for p in each.parameters()):
+                    found[f"{name}.{attribute}".lstrip(".")] = each
+    held = {id(p) for of in _live(torch.optim.Optimizer) for p in _held(of)} if found else set()
+    return {name: each for name, each in found.items() if not any(id(p) in held for p in each.parameters())}
 
 
 def _reused(seen: Observer) -> list[tuple[Update, Update, np.ndarray]]:

@@ -60,6 +60,8 @@ def bare(model: nn.Module) -> nn.Module:
     """Return the module inside ``torch.compile`` and DDP."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return bare(model.module)
+    if isinstance(model, torch.jit.ScriptModule):
+        return model
     inner = unwrap(model)
     return model if inner is model else bare(inner)
 
