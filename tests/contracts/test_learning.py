@@ -179,12 +179,20 @@ def test_a_backward_pass_that_is_no_derivative_is_a_question():
     assert "-1 times as fast" in found.evidence
 
 
-def test_a_loss_that_rises_along_its_gradient_is_a_question():
+def test_a_loss_that_rises_along_its_gradient():
     def loss(model, ids):
         logits = model(ids)
         return next_token(2 * logits.detach() - logits, ids)  # the same value, with the other sign in the gradient
 
     found = checked(loss=loss)["overfits_one_batch"]
+    assert found.status is Status.FAILED
+    assert "wrong sign" in found.evidence
+
+    def partly(model, ids):
+        logits = model(ids)
+        return next_token(3 * logits.detach() - 2 * logits, ids)
+
+    found = checked(loss=partly)["overfits_one_batch"]
     assert found.status is Status.NOT_TESTED
     assert "is what is detached from the gradient meant to be no derivative?" in found.evidence
 

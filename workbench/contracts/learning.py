@@ -131,6 +131,12 @@ def overfits_one_batch(lab: Lab) -> Result:
         for p, data in zip(trained, own, strict=True):
             p.data = data
     where = ", ".join(functions) or lab.seen.place_of_loss
+    if not n and not functions and abs(slope + 1) < _BEND:  # not of straight-through estimates, whose slope is any
+        return failed(
+            f"No step down the gradient of a batch lowers its loss, {first:.4g}: the gradient has the wrong sign.",
+            where=where,
+            remedy="look for detach() and .data on the way from the parameters to the loss.",
+        )
     if abs(slope - 1) > _BEND:
         words = f"The loss of a batch changes {slope:.3g} times as fast as its gradient says"
         why = f"the backward pass of {where}" if functions else "what is detached from the gradient"
