@@ -80,8 +80,9 @@ def read_labels(logits: Tensor, gradient: Tensor) -> TokenLabels | None:
         label, weight, residual, share = (
             torch.where(is_negative, b, a) for a, b in zip((label, weight, residual, share), others, strict=True)
         )
+    fits = (residual <= _MAX_RESIDUAL * size) | ~counts
     # Where the outputs are themselves logarithms of probabilities, a gradient is a constant, and no weight is off it.
-    fits = ((residual <= _MAX_RESIDUAL * size) & (weight.abs() > 0.1 * size)) | ~counts
+    has_weight = weight.abs() > 0.1 * size
     smoothing = float(share[counts].median()) if counts.any() else 0.0
     smoothing = smoothing if 0.005 < smoothing < 0.9 else 0.0
     loss = -z.log_softmax(-1).gather(-1, label[..., None])[..., 0]
@@ -90,7 +91,8 @@ def read_labels(logits: Tensor, gradient: Tensor) -> TokenLabels | None:
         (weight / (1 - smoothing)).where(counts, 0.0).cpu(),
         loss.where(counts, torch.nan).cpu(),
         n_classes,
-        bool(counts.any()) and bool(fits[counts].double().mean() > _LEAST_FITTING),
+        bool(counts.any())
+        and bool(fits[counts].double().mean() > _LEAST_FITTING and has_weight[counts].double().mean() > 0.5),
         smoothing,
         _spread(z[counts]),
         bool(counts.any()) and bool((z[counts] >= 0).all() and (z[counts].sum(-1) - 1).abs().max() < 0.01),
