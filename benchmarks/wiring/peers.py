@@ -203,6 +203,8 @@ def main() -> None:
         seconds = statistics.median([each["seconds"] for _, each in results] or [math.nan])
         rows.append(f"| {name} | {' | '.join(map(str, cells))} | {seconds:.1f} |")
         print(rows[-1], flush=True)
+    if not rows:
+        return
     about = (
         f"Other checkers on the {len(cases) - len(firsts)} sound own loops of the open part, and on {len(firsts)} "
         "faulty ones, the first of each contract, where they apply: each takes one model and one optimizer. A right "
