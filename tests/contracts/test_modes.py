@@ -101,6 +101,7 @@ def test_losses_of_logits_that_receive_probabilities(make, loss, is_inside):
     found = checked(Inside(), of, batches(4))["initial_loss"]
     assert found.status is Status.FAILED
     assert "probabilities" in found.evidence
+    assert ("the output of Inside" in found.where) == is_inside
 
 
 def test_log_softmax_before_the_cross_entropy_is_sound():

@@ -69,7 +69,9 @@ def _double_softmax(lab: Lab) -> Result | None:
     for one in lab.seen.passes[:1]:
         if one.tape is not None and one.tape.is_complete and one.tape.doubled[1]:
             (loss, n_classes), kind = one.tape.doubled, "sigmoid" if one.tape.doubled[1] == 1 else "softmax"
+            is_outside = not one.calls or any(kind in name for name in one.tape.functions)
             where = f"{kind} before the loss ({one.line})"
+            where = where if is_outside else f"the output of {type(bare(one.calls[0].module)).__name__}"
     if not where:
         return None
     if loss in ("nll_loss", "ctc_loss"):
