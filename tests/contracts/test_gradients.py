@@ -279,6 +279,24 @@ def test_a_sum_of_means_one_that_is_divided_again_and_a_mean_of_means(scale, opt
     assert proof in found.proof
 
 
+def test_an_optimizer_that_asks_for_its_loss_twice_accumulates_nothing():
+    model = Net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def loop():
+        for ids, labels in batches(5):
+
+            def closure(ids=ids, labels=labels):
+                optimizer.zero_grad()
+                loss = loss_of(model, ids, labels)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+
+    assert results(loop)["accumulation"].status is Status.NOT_APPLICABLE
+
+
 def test_two_losses_of_one_update_may_be_added():
     model = Net()
 

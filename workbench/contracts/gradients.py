@@ -459,6 +459,8 @@ def accumulation(lab: Lab) -> Result:
     updates = _passes_by_update(lab)
     k = max((len(each) for each in updates), key=[len(each) for each in updates].count, default=0)
     updates = [each for each in updates if len(each) == k]
+    if k > 1 and not any((each.before > 0).any() for passes in updates for each in passes[1:]):  # such as LBFGS
+        return not_applicable(f"Gradients are cleared between the {k} passes of an update.")
     # Of logits that are sure, rounding in half precision hides the weights.
     updates = [passes for passes in updates if all(_total_weight(each) is not None for each in passes)]
     totals = [[_total_weight(each) for each in passes] for passes in updates]
