@@ -106,6 +106,9 @@ def test_results_of_stages_become_one():
     assert both["causal"].where == "the mask (after update 20)"
     assert (both.n_updates, both.seconds, both.losses) == (9, 1.5, (1.0, 1.0, 1.0))
     assert _in_stages([stage(Status.PASSED, 0), stage(Status.NOT_TESTED, 9)])["causal"].status is Status.PASSED
+    question = stage(Status.NOT_TESTED, 9)
+    question["checks"][0]["where"] = "the head"
+    assert _in_stages([stage(Status.PASSED, 0), question])["causal"].where == "the head (after update 9)"
 
 
 @pytest.mark.medium

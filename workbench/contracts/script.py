@@ -108,12 +108,16 @@ def merged(ranks: Sequence[CheckReport]) -> CheckReport:
 def _in_stages(stages: Sequence[dict[str, Any]]) -> CheckReport:
     """Return one report of the stages of a training, each contract with the stage that says most about it."""
     order = [Status.FAILED, Status.ACCEPTED, Status.PASSED, Status.NOT_TESTED, Status.NOT_APPLICABLE]
+
+    def place(result: Result) -> float:  # a question about a place comes before what holds in another stage
+        return 1.5 if result.status is Status.NOT_TESTED and result.where else order.index(result.status)
+
     reports = [CheckReport.of_json(each) for each in stages]
     found = list(reports[0].checks)
     for stage, report in zip(stages[1:], reports[1:], strict=True):
         for i, old in enumerate(found):
             new = report[old.id]
-            if order.index(new.status) < order.index(old.status):
+            if place(new) < place(old):
                 found[i] = replace(new, where=new.where and f"{new.where} (after update {stage['n_earlier']})")
     losses = [loss for report in reports for loss in report.losses]
     n_updates, seconds = (sum(getattr(each, name) for each in reports) for name in ("n_updates", "seconds"))
