@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.contracts.small import N_IDS, Model, checked, class_loss, lm_loss, next_token, tokens
+from tests.contracts.small import N_IDS, Model, causal, checked, class_loss, lm_loss, next_token, tokens
 from workbench.contracts.results import Status
 
 
@@ -67,6 +67,32 @@ def test_gradients_below_normal_numbers_say_nothing_of_classes():
         return 1e-44 * next_token(model(ids), ids)
 
     assert checked(loss=loss)["labels_aligned"].status is not Status.FAILED
+
+
+def open_mask(n):
+    return torch.ones(n, n, dtype=torch.bool)
+
+
+class Flattening(Model):
+    """A decoder that returns its logits with one axis of positions, and the loss beside them."""
+
+    def forward(self, ids, targets):
+        logits = super().forward(ids).flatten(0, 1)
+        return logits, functional.cross_entropy(logits, targets.flatten())
+
+
+@pytest.mark.parametrize(
+    ("ahead", "mask", "broken"), [(1, causal, set()), (0, causal, {"labels_aligned"}), (1, open_mask, {"causal"})]
+)
+def test_logits_with_one_axis_of_positions(ahead, mask, broken):
+    def loss(model, ids):
+        return model(ids[:, :-1], ids[:, ahead : ids.shape[1] - 1 + ahead])[1]
+
+    found = checked(Flattening(mask=mask), loss)
+    assert {each.id for each in found.failed} == broken
+    if not broken:
+        for id in ("labels_aligned", "causal", "examples_independent", "order_matters", "labels_present"):
+            assert found[id].status is Status.PASSED
 
 
 def test_other_losses_cannot_be_read():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from workbench.contracts.observer import Backward, Call, Observer
+from workbench.contracts.observer import Backward, Call, Observer, by_token
 from workbench.contracts.results import Result, Status
 from workbench.contracts.tape import Tape
 from workbench.contracts.token_labels import IGNORED, TokenLabels
@@ -165,7 +165,8 @@ class Lab:
                     self.copies_to_float32 = False
             if not self.copies_to_float32:
                 output = self.run(call, args, kwargs)
-            return [each.detach() for each in tensors_in(output) if each.is_floating_point()]
+            found = [each.detach() for each in tensors_in(output) if each.is_floating_point()]
+            return [by_token(each, call.tokens) for each in found]
 
     def require_acts(self) -> None:
         """Raise `PassNeededError` if no pass may be made."""

@@ -553,7 +553,7 @@ class Observer:
                 if classes and gradient.ndim - 1 not in classes:  # such as (batch, class, token)
                     logits, gradient = logits.movedim(classes[0], -1), gradient.movedim(classes[0], -1)
             with contextlib.suppress(Exception):  # outputs may be of any kind, and an observation never ends a training
-                if (found := read_labels(logits, gradient)) is not None:
+                if (found := read_labels(*(by_token(each, call.tokens) for each in (logits, gradient)))) is not None:
                     call.labels[i] = found
 
         node.register_prehook(arrive)
@@ -802,6 +802,13 @@ def _axes_that_sum_to_zero(gradient: Tensor) -> list[int]:
     sums = [(axis, g.sum(axis).abs().amax(), g.abs().sum(axis).amax()) for axis in range(g.ndim)]
     limit = max(1e-3, 64 * torch.finfo(gradient.dtype).eps)
     return [axis for axis, total, size in sums if float(total) <= limit * float(size)]
+
+
+def by_token(output: Tensor, tokens: Mapping[str, Sequence[Tensor]]) -> Tensor:
+    """Return an output with the axes (batch, token) of ids that embeddings received if they were flattened to one."""
+    shapes = (ids.shape for each in tokens.values() for ids in each if ids.ndim == 2 and ids.shape[1] > 1)
+    shape = next((each for each in shapes if output.ndim == 2 and each.numel() == len(output)), None)
+    return output if shape is None else output.reshape(*shape, -1)
 
 
 def _is_traced() -> bool:
