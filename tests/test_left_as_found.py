@@ -380,6 +380,8 @@ CHANGES = {
     "baselines.MuP.apply": "rescales it",
     "baselines.SpectralNorm.apply": "parametrizes it",
     "baselines.WeightNorm.apply": "parametrizes it",
+    "course.Training": "trains it",
+    "course.Training.converted": "changes its number format",
 }
 
 

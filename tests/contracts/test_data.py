@@ -95,6 +95,17 @@ def test_logits_with_one_axis_of_positions(ahead, mask, broken):
             assert found[id].status is Status.PASSED
 
 
+def test_an_id_that_ends_some_examples_of_one_batch_by_chance_is_no_padding():
+    first, *others = tokens()
+    first[first == 5] = 6
+    first[0, -3:] = first[1, -2:] = 5
+    others[0][:, 3] = 5
+    assert checked(batches=[first, *others])["padding_ignored"].status is Status.NOT_APPLICABLE
+    for each in others:
+        each[each == 5] = 6
+    assert checked(batches=[first, *others])["padding_ignored"].status is Status.FAILED
+
+
 def test_other_losses_cannot_be_read():
     report = checked(None, lambda model, ids: model(ids).square().mean())
     assert report["labels_aligned"].status is Status.NOT_TESTED

@@ -200,13 +200,15 @@ def _padding_id(lab: Lab, tokens: Tensor) -> tuple[int | None, str]:
     """Return the id of padding, and how it is known; None if there is none.
 
     It is that of the configuration or of the embedding; otherwise one id that fills the ends, or the beginnings, of
-    several examples for different lengths and occurs nowhere else.
+    several examples for different lengths and occurs nowhere else in any batch.
     """
     if isinstance(given := getattr(getattr(lab.model, "config", None), "pad_token_id", None), int):
         return given, "pad_token_id"
     for module in lab.model.modules():
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
             return int(module.padding_idx), "padding_idx"
+    every = [ids for call in lab.calls for each in call.tokens.values() for ids in each]
+    tokens = torch.cat([tokens, *(ids.cpu() for ids in every if ids.ndim == 2 and ids.shape[1] == tokens.shape[1])])
     for side in (tokens.flip(1), tokens):
         for value in side[:, 0].unique().tolist():
             run = _run_of(value, side)

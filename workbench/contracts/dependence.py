@@ -116,8 +116,9 @@ def examples_independent(lab: Lab) -> Result:
     old, is_ids = _inputs(lab)
     if old.shape[0] < 2:
         raise NotTestedError("the batch has one example")
-    relations = [each for each in arguments(call) if each is not old and _relates(each, len(old))]
-    if relations:
+    given = arguments(call)
+    has_others = any(each is not old and each.ndim > 1 and len(each) == len(old) for each in given)
+    if any(_relates(each, len(old)) for each in given if each is not old or has_others):
         return not_applicable("An argument relates the examples to each other, as the edges of a graph do.")
     # All but one in the middle change, since a recurrence reaches only examples on one side, and a maximum is one's.
     i = old.shape[0] // 2
