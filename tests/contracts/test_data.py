@@ -81,14 +81,22 @@ class Flattening(Model):
         return logits, functional.cross_entropy(logits, targets.flatten())
 
 
+class Losing(Flattening):
+    """The same, which returns its loss alone."""
+
+    def forward(self, ids, targets):
+        return super().forward(ids, targets)[1:]
+
+
 @pytest.mark.parametrize(
     ("ahead", "mask", "broken"), [(1, causal, set()), (0, causal, {"labels_aligned"}), (1, open_mask, {"causal"})]
 )
-def test_logits_with_one_axis_of_positions(ahead, mask, broken):
+@pytest.mark.parametrize("kind", [Flattening, Losing])
+def test_logits_with_one_axis_of_positions(ahead, mask, broken, kind):
     def loss(model, ids):
-        return model(ids[:, :-1], ids[:, ahead : ids.shape[1] - 1 + ahead])[1]
+        return model(ids[:, :-1], ids[:, ahead : ids.shape[1] - 1 + ahead])[-1]
 
-    found = checked(Flattening(mask=mask), loss)
+    found = checked(kind(mask=mask), loss)
     assert {each.id for each in found.failed} == broken
     if not broken:
         for id in ("labels_aligned", "causal", "examples_independent", "order_matters", "labels_present"):

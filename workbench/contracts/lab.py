@@ -9,10 +9,12 @@ from dataclasses import replace
 from functools import cached_property
 from inspect import signature
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn import functional
 
 from workbench.contracts.observer import Backward, Call, Observer, by_token
 from workbench.contracts.results import Result, Status
@@ -149,7 +151,13 @@ class Lab:
         The pass runs in float32, so that rounding does not hide what outputs depend on, unless the model cannot.
         """
         args, kwargs = call.args if args is None else args, call.kwargs if kwargs is None else kwargs
-        with self.undisturbed(call):
+        inner, own = list[Tensor](), functional.cross_entropy
+
+        def cross_entropy(*args: Any, **kwargs: Any) -> Tensor:
+            inner.append(args[0] if args else kwargs["input"])
+            return own(*args, **kwargs)
+
+        with self.undisturbed(call), patch.object(functional, "cross_entropy", cross_entropy):
             if self.copies_to_float32:
                 self.count_pass()
                 module = bare(call.module)
@@ -164,8 +172,11 @@ class Lab:
                 except RuntimeError:  # its code casts to another format
                     self.copies_to_float32 = False
             if not self.copies_to_float32:
+                inner.clear()
                 output = self.run(call, args, kwargs)
             found = [each.detach() for each in tensors_in(output) if each.is_floating_point()]
+            if not any(each.ndim for each in found):  # the module returns its loss alone
+                found += [each.detach() for each in inner]
             return [by_token(each, call.tokens) for each in found]
 
     def require_acts(self) -> None:

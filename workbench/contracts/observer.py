@@ -230,6 +230,7 @@ class Observer:
         self._depth = threading.local()
         self._is_passing = False
         self._open: list[Call] = []  # since the last backward pass
+        self._inner: list[Tensor] = []  # logits of cross entropies within the last call
         self._tape: Tape | None = None
         self._n_bytes = 0
         self._stepped: set[int] = set()
@@ -332,7 +333,7 @@ class Observer:
         for name in ("_clip_grads_with_norm_", "clip_grad_value_"):
             self._replace(clip_grad, name, self._clip)
         self._replace(nn.utils, "clip_grad_value_", self._clip)
-        self._replace(functional, "cross_entropy", self._noted("cross entropy"))
+        self._replace(functional, "cross_entropy", self._cross_entropy)
         for kind in [lr_scheduler.LRScheduler, *_subclasses(lr_scheduler.LRScheduler)]:
             if "step" in vars(kind):
                 self._replace(kind, "step", self._noted("schedule"))
@@ -411,6 +412,7 @@ class Observer:
         self._origins.is_closed = True
         leave_closed()
         self.called.add(module)
+        self._inner.clear()
         self._open.append(self._call(module))
 
     def _call(self, module: nn.Module) -> Call:
@@ -507,6 +509,8 @@ class Observer:
         call.lines_of_inputs = [line for each in tensors_in([args, kwargs]) for line in self._origins.of(each)]
         self._keep_inputs(call, args, kwargs)
         tensors = [each for each in tensors_in(output) if each.is_floating_point()]
+        tensors += self._inner if not any(each.ndim for each in tensors) else []  # of a module that returns its loss
+        self._inner.clear()
         call.output_shapes = [tuple(each.shape) for each in tensors]
         call.has_nan = any(bool(local_part(each.detach()).isnan().any()) for each in tensors[:_MOST_OUTPUTS])
         for i, tensor in enumerate(tensors[:_MOST_OUTPUTS]):
@@ -731,6 +735,13 @@ class Observer:
             return result
 
         return call
+
+    def _cross_entropy(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("input")
+        is_within = bool(self._open and getattr(self._depth, "n", 0)) and torch._C._current_graph_task_id() == -1
+        if isinstance(given, Tensor) and is_within and not (self.is_over or _is_traced()):
+            self._inner.append(given)
+        return self._noted("cross entropy")(own, *args, **kwargs)
 
     def _reduced(self, own: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a gradient that the loop itself adds over ranks."""
