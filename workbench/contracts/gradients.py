@@ -459,7 +459,7 @@ def accumulation(lab: Lab) -> Result:
     updates = _passes_by_update(lab)
     k = max((len(each) for each in updates), key=[len(each) for each in updates].count, default=0)
     updates = [each for each in updates if len(each) == k]
-    if k > 1 and not any((each.before > 0).any() for passes in updates for each in passes[1:]):  # such as LBFGS
+    if k > 1 and all(_is_cleared(one, then) for passes in updates for one, then in pairwise(passes)):  # as by LBFGS
         return not_applicable(f"Gradients are cleared between the {k} passes of an update.")
     # Of logits that are sure, rounding in half precision hides the weights.
     updates = [passes for passes in updates if all(_total_weight(each) is not None for each in passes)]
@@ -536,6 +536,12 @@ def _unevenness(weights: np.ndarray, counts: np.ndarray) -> tuple[bool, float, i
     worst = counts[np.argmax(counts.max(1) / np.maximum(counts.min(1), 1))]
     is_mean = bool(np.all(np.abs(weights / weights.mean() - 1) < _ROUNDING)) and bool((counts > 0).all())
     return is_mean and misplaced > _MISPLACED, misplaced, int(worst.min()), int(worst.max())
+
+
+def _is_cleared(one: Backward, then: Backward) -> bool:
+    """Whether no gradient of a pass is left when the next one begins."""
+    held = one.after > 0
+    return bool(held.any()) and not (then.before[: len(held)][held] > 0).any()
 
 
 def _factors(passes: list[Backward]) -> np.ndarray:
