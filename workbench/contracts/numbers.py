@@ -222,7 +222,7 @@ def precision_by_position(lab: Lab) -> Result:
         grows = len(error) >= 8 and late > 4 * early
         where = name or type(model).__name__
         words = (
-            f"The outputs of {where} differ from those in float64 by up to {fine_percent(float(share.mean()))}, "
+            f"The outputs of {where} differ from those in float64 by up to {fine_percent(float(share.max()))}, "
             f"{float(excess.median()):.3g} times the error of float32 or of one rounding"
         )
         words += f"; by {fine_percent(early)} at the first positions, {fine_percent(late)} at the last" * grows
