@@ -227,19 +227,10 @@ class Lab:
                 for each in module.modules():
                     each.training = False
 
-    def loss(self, of: Backward, change: Callable[[Call], tuple[tuple, Mapping[str, Any]]] | None = None) -> Tensor:
-        """Return the loss of a recorded backward pass, computed again with the present parameters.
-
-        Args:
-            of: Backward pass whose operations were recorded.
-            change: Function from a call to its new arguments; None for those of the training.
-
-        Raises:
-            NotTestedError: If the loss does not follow from the outputs of the kept calls by recorded operations.
-        """
+    def loss(self, of: Backward) -> Tensor:
+        """Return the loss of a recorded backward pass, computed again with the present parameters."""
         tape = self.tape_of(of)
-        made = [self.run(call, *(change(call) if change else (None, None))) for call in tape.calls]
-        return tape.loss(made)
+        return tape.loss([self.run(call) for call in tape.calls])
 
     def tape_of(self, of: Backward) -> Tape:
         """Return the record of a backward pass, by which its loss can be computed again."""
