@@ -33,6 +33,7 @@ from .contracts.check import check as check
 from .diagnosis.diagnose import diagnose as diagnose
 from .diagnosis.experiment_runs import run_experiment as run_experiment
 from .errors import WorkbenchError as WorkbenchError
+from .io.run_index import list_runs as list_runs
 from .io.store import export_netcdf as export_netcdf
 from .io.store import open_run as open_run
 from .io.store import save as save
