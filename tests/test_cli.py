@@ -1,6 +1,8 @@
 """The command line: its exit status can gate a pipeline, and errors are one sentence."""
 
 import importlib
+import json
+import os
 import subprocess
 import sys
 
@@ -176,3 +178,83 @@ def test_a_design_and_a_plan_are_assessed_and_reported(tmp_path, monkeypatch, ca
     assert len(html.encode()) < 3_000_000
     assert tree.attrs["summary"].replace("'", "&#39;") in html
     assert "wrote report.html" in err
+
+
+def commands():
+    (action,) = (each for each in cli._parser()._actions if each.dest == "==SUPPRESS==")
+    return action.choices
+
+
+def test_every_command_has_an_example_that_is_valid_and_json(capsys):
+    for name, command in commands().items():
+        example = command.epilog.removeprefix("Example: ").split()
+        assert example[:2] == ["workbench", name]
+        given = cli._parser().parse_args(example[1:])
+        assert given.example == " ".join(example)
+        assert hasattr(given, "json") == (name not in ("mcp", "lab"))
+
+
+def test_diagnosis_as_json(tmp_path, capsys):
+    run = str(wb.samples.failed_run("architecture"))
+    assert cli.main(["diagnose", run, "--json", "--out", str(tmp_path / "a.md")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["causes"][0]["cause"], found["causes"][0]["layer"]) == ("diagnosis", "architecture", 1)
+    assert found["found"][0].startswith("The first loss is 18.6 nat")
+    assert not [name for each in (found, *found["causes"]) for name in each if "probabilit" in name]
+
+
+def test_a_report_of_saved_data_and_of_a_run(tmp_path, capsys):
+    run = str(wb.samples.failed_run("architecture"))
+    assert cli.main(["diagnose", run, "--quiet", "--tree", str(tmp_path / "a.nc")]) == 0
+    for i, data in enumerate((tmp_path / "a.nc", run)):
+        assert cli.main(["report", str(data), "--quiet", "--out", str(tmp_path / f"{i}.md")]) == 0
+    first, second = ((tmp_path / f"{i}.md").read_text().splitlines()[:8] for i in (0, 1))
+    assert first == second
+
+
+def test_recorded_runs_are_compared(capsys):
+    runs = [str(wb.samples.failed_run(name)) for name in ("architecture", "healthy")]
+    assert cli.main(["compare", *runs, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["architectures"]
+    expected = wb.compare({name: wb.open_run(wb.samples.failed_run(name)) for name in ("architecture", "healthy")})
+    assert [row["architecture"] for row in rows] == ["architecture", "healthy"]
+    assert [row["spectral_radius"] for row in rows] == pytest.approx(
+        expected["spectral_radius"].sel(source="ours").values
+    )
+    assert cli.main(["compare", *runs]) == 0
+    assert "healthy" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.medium
+def test_the_rates_of_a_design(tmp_path, capsys):
+    options = {"d_model": 16, "n_layers": 2, "n_heads": 2, "vocab_size": 16, "max_length": 8}
+    (tmp_path / "mine.json").write_text(json.dumps(options))
+    (tmp_path / "plan.toml").write_text("[training]\nn_steps = 100\nbatch_size = 4\n")
+    words = ["find-rate", str(tmp_path / "mine.json"), "--plan", str(tmp_path / "plan.toml"), "--budget", "120"]
+    assert cli.main([*words, "--json", "--quiet"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["n_steps"] == 100
+    assert 0 < found["n_updates"] <= 120
+    assert set(found["best_rate"]) >= {"value", "low", "high"}
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+def test_the_demonstration_finds_its_fault(tmp_path, capsys):
+    assert cli.main(["demo", "--store", str(tmp_path / "demo.zarr"), "--json", "--quiet"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["established"] == ["precision"]
+
+
+@pytest.mark.subprocess
+def test_names_of_commands_are_completed(tmp_path):
+    line = "workbench fi"
+    environment = os.environ | {
+        "_ARGCOMPLETE": "1",
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "_ARGCOMPLETE_IFS": " ",
+    }
+    environment["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "out")
+    subprocess.run([sys.executable, "-m", "workbench"], env=environment, check=True, timeout=60)
+    assert (tmp_path / "out").read_text().split() == ["find-rate"]

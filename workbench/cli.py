@@ -1,4 +1,5 @@
-"""Command line: assess a design before training, diagnose a failed run, or measure a checkpoint.
+# PYTHON_ARGCOMPLETE_OK
+"""Command line: check, watch and diagnose trainings, assess designs, measure and compare checkpoints.
 
 The exit status of ``workbench assess`` can gate a pipeline: 0 proceed, 1 at risk, 2 refuse, 4 cannot say. All commands
 return 3 for invalid input, with one sentence that describes the error, and 5 for an internal error of the workbench.
@@ -10,7 +11,7 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -22,6 +23,12 @@ from workbench.schema.statuses import ExitStatus, Verdict
 if TYPE_CHECKING:
     import xarray as xr
 
+#: File descriptor of standard error, where a script prints if standard output is for JSON.
+_STDERR = 2
+#: Updates of the demonstration, and the one from which its attention is broken.
+_DEMO_STEPS, _DEMO_FAULT = 160, 100
+_MEASURES = ("near_unit_mass", "spectral_radius", "eigenvector_condition", "nonlinearity_ratio")
+_COMPLETION = 'Completion in bash and zsh: eval "$(register-python-argcomplete workbench)".'
 _TREE_SUFFIXES = (".nc", ".zarr")
 _ROOT = Path(__file__).resolve().parent.parent
 _TEXT = FileKind("a text file in UTF-8", "pass one sequence per line", name="--text")
@@ -30,11 +37,29 @@ _STATUSES: dict[int, str] = {verdict.exit_status: verdict for verdict in Verdict
 _STATUSES |= {ExitStatus.BAD_INPUT: "invalid input", ExitStatus.BROKEN: "internal error"}
 
 
+#: Exit status, facts for machines, and what a person reads.
+Outcome = tuple[int, Mapping[str, Any], str]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; ``arguments`` of None are those of this process."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    given = parser.parse_args(arguments)
     try:
-        return given.run(given)
+        status, facts, text = given.run(given)
+        if getattr(given, "json", False):
+            import json
+
+            from workbench.reports.facts import plain
+
+            text = json.dumps(plain(facts), indent=1, ensure_ascii=False, allow_nan=False)
+        if text:
+            print(text, flush=True)
+        return status
     except WorkbenchError as error:
         words = str(error).replace("pass overwrite=True", "pass --overwrite")
         print(f"workbench: {words}", file=sys.stderr)
@@ -50,7 +75,105 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitStatus.BROKEN
 
 
-def _assess(given: argparse.Namespace) -> int:
+def _check(given: argparse.Namespace) -> Outcome:
+    from workbench.contracts.results import KEYS
+    from workbench.contracts.script import check_script, exit_status
+
+    for path in given.out:
+        if path.suffix not in (".html", ".json"):
+            raise StoreError(f"'{path.name}' has the suffix '{path.suffix}', expected one of .html, .json.")
+        check_free(path, overwrite=given.overwrite, keys=KEYS if path.suffix == ".json" else None)
+    report = check_script(
+        _command_of(given),
+        updates=given.updates,
+        accept=given.accept,
+        goes_on=given.go_on,
+        progress=not given.quiet,
+        output=_STDERR if given.json else None,
+    )
+    for path in given.out:
+        report.write(path, html=path.suffix == ".html", overwrite=given.overwrite)
+        _report_file(given, path)
+    return exit_status(report), report.as_json(), str(report)
+
+
+def _profile(given: argparse.Namespace) -> Outcome:
+    _check_tree_path(given.tree, overwrite=given.overwrite)
+    import workbench as wb
+
+    spectra = _spectra(given.model, given)
+    if given.tree is not None:
+        _save(spectra, given)
+    summary = wb.summarize(spectra)
+    lines, facts = [], {}
+    for name in _MEASURES:
+        largest, mean = (float(summary[name].sel(statistic=which)) for which in ("max", "mean"))
+        lines.append(f"{_title(summary[name])}: mean {mean:.3g}, largest {largest:.3g}")
+        facts[name] = {"mean": mean, "largest": largest, "by_layer": _by_layer(spectra, name)}
+    return 0, {"model": given.model, **facts}, "\n".join(lines)
+
+
+def _compare(given: argparse.Namespace) -> Outcome:
+    import workbench as wb
+
+    data = {}
+    for path in given.models:
+        is_run = path.rstrip("/").endswith(_TREE_SUFFIXES)
+        name, i = Path(path).name.removesuffix(".nc").removesuffix(".zarr") or path, 2
+        while name in data:
+            name, i = f"{Path(path).name} ({i})", i + 1
+        data[name] = wb.open_run(path) if is_run else _spectra(path, given)
+    compared = wb.compare(data)
+    names = [name for name in _MEASURES if name in compared]
+    table = compared[names].sel(source="ours").to_dataframe()[names]
+    table.columns = [_title(compared[name]) for name in names]
+    facts = {"architectures": compared.sel(source="ours", drop=True).to_dataframe().reset_index().to_dict("records")}
+    return 0, facts, table.to_string(float_format=lambda value: f"{value:.3g}")
+
+
+def _watch(given: argparse.Namespace) -> Outcome:
+    from datetime import datetime
+
+    from workbench.callbacks.watched_script import watch_script
+    from workbench.io.run_index import status_of
+
+    command = _command_of(given)
+    script = next((Path(word).stem for word in command if word.endswith(".py")), "run")
+    store = given.store or f"runs/{script}_{datetime.now().astimezone():%Y%m%d_%H%M%S}.zarr"
+    if "://" not in store and not given.resume:
+        check_free(Path(store), overwrite=given.overwrite)
+    options = {name: getattr(given, name) for name in ("log", "notify", "resume", "overwrite")}
+    status = watch_script(command, store, **options, output=_STDERR if given.json else None)
+    if status and "://" not in store and not Path(store).exists():
+        return status, {"exit_status": status}, ""
+    facts = dict(status_of(store))
+    alarm = facts["first_alarm"]
+    found = f"first alarm at step {alarm['step']}: {alarm['message']}" if alarm else "no alarm."
+    text = f"{facts['state']} after step {facts['step']}, {found}\nworkbench diagnose {store} looks for causes."
+    return status, {**facts, "exit_status": status}, text
+
+
+def _find_rate(given: argparse.Namespace) -> Outcome:
+    from dataclasses import replace
+
+    import workbench as wb
+    from workbench.assessment.measured_model import measured_model, planned_task
+
+    plan = wb.hardware.read_plan(given.plan)
+    if given.steps is not None:
+        plan = replace(plan, training=replace(plan.training, n_steps=given.steps))
+    measured = measured_model(_subject(given.model, own_weights=given.own_weights), seed=given.seed)
+    task = planned_task(measured.model, plan, seed=given.seed)
+    training = plan.training_plan()
+    names = ("warmup", "schedule", "optimizer", "optimizer_options", "clip_norm", "precision")
+    settings: dict[str, Any] = {name: getattr(training, name) for name in names}
+    found = wb.find_rate(
+        measured.model, task, n_steps=training.n_steps, budget=given.budget, progress=not given.quiet, **settings
+    )
+    return 0, {name: value for name, value in vars(found).items() if name != "data"}, str(found)
+
+
+def _assess(given: argparse.Namespace) -> Outcome:
     _check_outputs(given)
     import workbench as wb
     from workbench.assessment.assess import assess
@@ -58,64 +181,73 @@ def _assess(given: argparse.Namespace) -> int:
     plan = wb.hardware.read_plan(given.plan) if given.plan is not None else None
     subject = _subject(given.model, own_weights=given.own_weights)
     tree = assess(subject, plan=plan, seed=given.seed, progress=not given.quiet)
-    _write(tree, given)
-    print(f"{tree.attrs['verdict']}: {tree.attrs['summary']}")
-    return int(tree.attrs["exit_status"])
+    return int(tree.attrs["exit_status"]), *_written(tree, given, f"{tree.attrs['verdict']}: {tree.attrs['summary']}")
 
 
-def _diagnose(given: argparse.Namespace) -> int:
+def _diagnose(given: argparse.Namespace) -> Outcome:
     _check_outputs(given)
     from workbench.diagnosis.diagnose import diagnose
 
     tree = diagnose(given.run_path)
-    _write(tree, given)
-    print(tree.attrs["summary"])
-    return 0
+    return 0, *_written(tree, given, tree.attrs["summary"])
 
 
-def _profile(given: argparse.Namespace) -> int:
-    _check_tree_path(given.tree, overwrite=given.overwrite)
+def _report(given: argparse.Namespace) -> Outcome:
+    _check_outputs(given)
+    from workbench.diagnosis.diagnose import diagnose
+    from workbench.io.store import open_run_or_log
+
+    tree = open_run_or_log(given.data)
+    tree = tree if "kind" in tree.attrs else diagnose(given.data)
+    return 0, *_written(tree, given, "")
+
+
+def _demo(given: argparse.Namespace) -> Outcome:
+    import torch
+
     import workbench as wb
 
-    subject = wb.open_checkpoint(given.model)
-    if given.text is not None:
-        inputs = [line for line in _TEXT.text(given.text).splitlines() if line.strip()]
-    else:
-        from workbench.tasks import reference_passages
+    store = Path(given.store)
+    check_free(store, overwrite=given.overwrite)
+    model = wb.zoo.transformer("pre_ln", d_model=64, n_layers=4, n_heads=4, vocab_size=32, max_length=32)
+    task = wb.tasks.associative_recall(length=32, vocab_size=32, n_pairs=4, batch_size=32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    fault = wb.faults.low_precision_attention(n_bits=4, start=_DEMO_FAULT)
+    options: dict[str, Any] = {"store": store, "overwrite": given.overwrite, "shows": not given.quiet, "budget": None}
+    with wb.watch(model, optimizer, **options) as watched, fault.attach(model, optimizer):
+        for i in range(_DEMO_STEPS):
+            inputs, targets = task.batch(i)
+            loss = torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            watched.log(loss=loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    from workbench.reports.facts import facts
 
-        inputs = reference_passages(64)
-    spectra = wb.profile(subject, inputs, n_snapshots=given.n_snapshots, seed=given.seed, progress=not given.quiet)
-    if given.tree is not None:
-        _save(spectra, given.tree, overwrite=given.overwrite)
-        _report_file(given, given.tree)
-    summary = wb.summarize(spectra)
-    for name in ("near_unit_mass", "spectral_radius", "eigenvector_condition", "nonlinearity_ratio"):
-        largest, mean = (float(summary[name].sel(statistic=which)) for which in ("max", "mean"))
-        print(f"{summary[name].attrs.get('long_name', name)}: mean {mean:.3g}, largest {largest:.3g}")
-    return 0
-
-
-def _check(given: argparse.Namespace) -> int:
-    if not given.command:
-        raise OptionError("There is no command to check; pass it after --, as in workbench check -- python train.py.")
-    from workbench.contracts.results import KEYS
-    from workbench.contracts.script import check_script, exit_status
-
-    for path, keys in ((given.json, KEYS), (given.out, None)):
-        if path is not None:
-            check_free(path, overwrite=given.overwrite, keys=keys)
-
-    report = check_script(
-        given.command, updates=given.updates, accept=given.accept, goes_on=given.go_on, progress=not given.quiet
+    tree = wb.diagnose(store)
+    text = (
+        f"A transformer of 4 blocks was trained for {_DEMO_STEPS} updates. From update {_DEMO_FAULT} on, its attention "
+        f"was computed with 4 bits of the mantissa.\n\n{watched.status.as_text()}\n\nThe diagnosis, which was not "
+        f"told: {tree.attrs['summary']}\n\nNext:\n  workbench follow --once {store}\n  workbench report {store} --out "
+        f"demo.html\n  workbench watch -- python train.py"
     )
-    for path, is_page in ((given.json, False), (given.out, True)):
-        if path is not None:
-            report.write(path, html=is_page, overwrite=given.overwrite)
-    print(report, flush=True)
-    return exit_status(report)
+    return 0, facts(tree), text
 
 
-def _lab(given: argparse.Namespace) -> int:
+def _mcp(given: argparse.Namespace) -> Outcome:
+    from workbench.agents import store_server
+
+    store_server(given.folder).run("stdio")
+    return 0, {}, ""
+
+
+def _practice(given: argparse.Namespace) -> Outcome:
+    from workbench.agents import practice
+
+    return 0, *practice(_command_of(given), given.level, range(given.cases), progress=not given.quiet)
+
+
+def _lab(given: argparse.Namespace) -> Outcome:
     script = _ROOT / "tools" / "lab.py"
     if not script.exists():
         raise StoreError("The notebooks are not installed with the package; run 'make lab' in the repository.")
@@ -124,6 +256,34 @@ def _lab(given: argparse.Namespace) -> int:
     command = [sys.executable, str(script), given.notebook]
     sys.stdout.flush()
     os.execv(command[0], command)
+
+
+def _command_of(given: argparse.Namespace) -> list[str]:
+    """Return the command after ``--``."""
+    if not given.command:
+        raise OptionError(f"There is no command; pass it after --, as in {given.example}.")
+    return given.command
+
+
+def _spectra(model: str, given: argparse.Namespace) -> Any:
+    """Return the spectra of a checkpoint on the given text or on reference passages."""
+    import workbench as wb
+    from workbench.tasks import reference_passages
+
+    subject = wb.open_checkpoint(model)
+    inputs: Sequence[str] = reference_passages(64)
+    if given.text is not None:
+        inputs = [line for line in _TEXT.text(given.text).splitlines() if line.strip()]
+    return wb.profile(subject, inputs, n_snapshots=given.n_snapshots, seed=given.seed, progress=not given.quiet)
+
+
+def _title(variable: Any) -> str:
+    return str(variable.attrs.get("long_name", variable.name))
+
+
+def _by_layer(spectra: Any, name: str) -> list[float] | None:
+    """Return a measure by layer; None if it has further dimensions."""
+    return spectra[name].values.tolist() if spectra[name].ndim == 1 else None
 
 
 def _subject(model: str, *, own_weights: bool) -> Any:
@@ -148,23 +308,26 @@ def _subject(model: str, *, own_weights: bool) -> Any:
     return wb.design(str(path) if path.exists() else model)
 
 
-def _write(tree: xr.DataTree, given: argparse.Namespace) -> None:
+def _written(tree: xr.DataTree, given: argparse.Namespace, text: str) -> tuple[Mapping[str, Any], str]:
+    """Write the files that were asked for, and return facts and text."""
+    from workbench.reports.facts import facts
     from workbench.reports.make_report import report
 
     # The data are written first, because they took the longest to compute.
     if given.tree is not None:
-        _save(tree, given.tree, overwrite=given.overwrite)
-        _report_file(given, given.tree)
+        _save(tree, given)
     for path in given.out:
         report(tree, path, overwrite=given.overwrite)
         _report_file(given, path)
+    return facts(tree), text
 
 
-def _save(data: Any, path: Path, *, overwrite: bool) -> None:
+def _save(data: Any, given: argparse.Namespace) -> None:
     import workbench as wb
 
-    write = wb.export_netcdf if path.suffix == ".nc" else wb.save
-    write(data, path, overwrite=overwrite)
+    write = wb.export_netcdf if given.tree.suffix == ".nc" else wb.save
+    write(data, given.tree, overwrite=given.overwrite)
+    _report_file(given, given.tree)
 
 
 def _report_file(given: argparse.Namespace, path: Path) -> None:
@@ -203,77 +366,160 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="workbench", description=__doc__.split("\n\n")[0])
+    parser = _Parser(prog="workbench", description=__doc__.split("\n\n")[0], epilog=_COMPLETION)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    assess = commands.add_parser(
-        "assess",
-        help="will this design train under this plan?",
-        description="Assess a design and a plan before training. Exit status: "
-        + ", ".join(f"{status} {meaning}" for status, meaning in sorted(_STATUSES.items()))
-        + ".",
-    )
-    assess.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a known name (gpt2, llama-2-7b, ...), a checkpoint folder, a config.json, or options of wb.zoo as .toml "
-        "or .json",
-    )
-    assess.add_argument(
-        "--plan", type=Path, metavar="PLAN.toml", help="training, hardware and target (default: AdamW at 1e-3)"
-    )
-    assess.add_argument(
-        "--own-weights",
-        action="store_true",
-        help="assess the parameters of the checkpoint instead of newly initialized ones",
-    )
-    assess.add_argument("--seed", type=int, default=0, help="seed of parameters and data (default 0)")
-    _add_outputs(assess)
-    assess.set_defaults(run=_assess)
+    def add(name: str, run: Callable[[argparse.Namespace], Outcome], about: str, example: str, more: str = "") -> Any:
+        """Add a command with what all of them have."""
+        command = commands.add_parser(
+            name,
+            help=about,
+            description=f"{about[0].upper()}{about[1:]}. {more}".strip(),
+            epilog=f"Example: {example}",
+        )
+        command.set_defaults(run=run, example=example)
+        if run not in (_lab, _mcp):
+            command.add_argument("--json", action="store_true", help="print the results as JSON")
+            command.add_argument("--quiet", action="store_true", help="no progress on standard error")
+        return command
 
-    diagnose = commands.add_parser(
-        "diagnose",
-        help="why did this run fail?",
-        description="Name the causes that the record of a run does not exclude, or report that no fault was found. "
-        "Exit status: 0 done, 3 invalid input, 5 internal error.",
-    )
-    diagnose.add_argument(
-        "run_path", type=Path, metavar="RUN", help="a store of wb.train, or a log: text, CSV, JSON, TensorBoard events"
-    )
-    _add_outputs(diagnose)
-    diagnose.set_defaults(run=_diagnose)
+    def command_line(command: Any) -> None:
+        command.add_argument("command", nargs="*", metavar="-- COMMAND", help="python SCRIPT ... or torchrun ...")
 
-    check = commands.add_parser(
+    check = add(
         "check",
-        help="is this training wired as its author believes?",
-        description="Run a training script for some updates, without a change to it, and test its contracts on copies. "
-        "Exit status: 0 all hold, 1 some are broken, 2 some could not be tested, 3 invalid input, 5 internal error.",
+        _check,
+        "test whether a training is wired as its author believes",
+        "workbench check -- python train.py",
+        "A training script runs for some updates, without a change to it, and its contracts are tested on copies. Exit "
+        "status: 0 all hold, 1 some are broken, 2 some could not be tested, 3 invalid input, 5 internal error.",
     )
     check.add_argument("--updates", type=_count, default=20, metavar="N", help="updates before the tests (default 20)")
     check.add_argument(
         "--accept", action="append", default=[], metavar="ID", help="contract that is broken on purpose; repeatable"
     )
     check.add_argument("--go-on", action="store_true", help="continue the training after the tests")
-    check.add_argument("--json", type=Path, metavar="PATH", help="results to write for machines")
-    check.add_argument("--out", type=Path, metavar="PAGE.html", help="page to write")
-    check.add_argument("--overwrite", action="store_true", help="replace existing files")
-    check.add_argument("--quiet", action="store_true", help="no progress on standard error")
-    check.add_argument("command", nargs="*", metavar="-- COMMAND", help="python SCRIPT ... or torchrun ... SCRIPT ...")
-    check.set_defaults(run=_check)
+    _add_reports(check, "page or results to write: .html or .json")
+    command_line(check)
 
-    profile = commands.add_parser(
-        "profile", help="Koopman spectra of a checkpoint", description="Measure the Koopman spectra of a checkpoint."
+    profile = add(
+        "profile", _profile, "measure the Koopman spectra of a checkpoint", "workbench profile ./my-checkpoint"
     )
     profile.add_argument("model", metavar="MODEL", help="a checkpoint folder, hub name or .gguf file")
-    profile.add_argument("--text", type=Path, help="a text file, one sequence per line (default: reference passages)")
-    profile.add_argument("--n-snapshots", type=int, default=2048, metavar="N", help="token states (default 2048)")
-    profile.add_argument("--seed", type=int, default=0, help="seed of the choice of tokens (default 0)")
+    compare = add(
+        "compare",
+        _compare,
+        "compare the Koopman spectra of checkpoints or recorded runs",
+        "workbench compare ./checkpoint-100 ./checkpoint-200",
+    )
+    compare.add_argument("models", nargs="+", metavar="MODEL", help="a checkpoint, or a run as .zarr or .nc")
+    for each in (profile, compare):
+        each.add_argument("--text", type=Path, help="a text file, one sequence per line (default: reference passages)")
+        each.add_argument("--n-snapshots", type=int, default=2048, metavar="N", help="token states (default 2048)")
+        each.add_argument("--seed", type=int, default=0, help="seed of the choice of tokens (default 0)")
     _add_data_output(profile)
-    profile.set_defaults(run=_profile)
 
-    lab = commands.add_parser("lab", help="open the notebooks in JupyterLab", description="Open JupyterLab.")
+    watch = add(
+        "watch",
+        _watch,
+        "record a training script and raise alarms, without a change to it",
+        "workbench watch -- python train.py",
+        "The training is bit for bit the same. The exit status is that of the script.",
+    )
+    watch.add_argument("--store", metavar="STORE", help="path or URL of the record (default: a new one in runs/)")
+    watch.add_argument(
+        "--log", action="append", default=[], metavar="LOGGER", help="a logger, such as wandb; repeatable"
+    )
+    watch.add_argument("--notify", action="append", default=[], metavar="URL", help="receiver of alarms; repeatable")
+    watch.add_argument("--resume", action="store_true", help="continue the run in the store")
+    watch.add_argument("--overwrite", action="store_true", help="replace the run in the store")
+    command_line(watch)
+
+    rate = add(
+        "find-rate",
+        _find_rate,
+        "estimate the best learning rate and the band of useful ones by a pilot",
+        "workbench find-rate gpt2 --steps 1000",
+    )
+    assess = add(
+        "assess",
+        _assess,
+        "assess a design and a plan before training",
+        "workbench assess gpt2 --plan plan.toml --out gpt2.html",
+        f"Exit status: {', '.join(f'{status} {meaning}' for status, meaning in sorted(_STATUSES.items()))}.",
+    )
+    for each in (rate, assess):
+        each.add_argument(
+            "model",
+            metavar="MODEL",
+            help="a known name (gpt2, llama-2-7b, ...), a checkpoint folder, a config.json, or options of wb.zoo as "
+            ".toml or .json",
+        )
+        each.add_argument(
+            "--plan", type=Path, metavar="PLAN.toml", help="training, hardware and target (default: AdamW at 1e-3)"
+        )
+        each.add_argument(
+            "--own-weights", action="store_true", help="the parameters of the checkpoint instead of new ones"
+        )
+        each.add_argument("--seed", type=int, default=0, help="seed of parameters and data (default 0)")
+    rate.add_argument("--steps", type=_count, metavar="N", help="updates of the training (default: those of the plan)")
+    rate.add_argument("--budget", type=_count, default=1000, metavar="N", help="updates of the pilot (default 1000)")
+    _add_reports(assess)
+    _add_data_output(assess)
+
+    diagnose = add(
+        "diagnose",
+        _diagnose,
+        "look for the causes of a failed run in its record",
+        "workbench diagnose runs/a.zarr --out a.html",
+        "Name the causes that the record does not exclude, or report that no fault was found. Exit status: 0 done, 3 "
+        "invalid input, 5 internal error.",
+    )
+    diagnose.add_argument(
+        "run_path", metavar="RUN", help="a store or its URL, or a log: text, CSV, JSON, TensorBoard events"
+    )
+    report = add(
+        "report",
+        _report,
+        "write a report of saved data, or of a run, which is diagnosed",
+        "workbench report runs/a.zarr --out a.html",
+    )
+    report.add_argument("data", metavar="DATA", help="what --tree wrote, or a run, or a log")
+    for each in (diagnose, report):
+        _add_reports(each)
+        _add_data_output(each)
+
+    demo = add(
+        "demo",
+        _demo,
+        "train a small model whose attention breaks, watch it and diagnose it; half a minute",
+        "workbench demo",
+    )
+    demo.add_argument("--store", default="runs/demo.zarr", metavar="STORE", help="record (default runs/demo.zarr)")
+    demo.add_argument("--overwrite", action="store_true", help="replace the record")
+
+    mcp = add(
+        "mcp",
+        _mcp,
+        "answer agents about runs by the Model Context Protocol, read-only",
+        "workbench mcp runs",
+        "The server speaks on standard input and output.",
+    )
+    mcp.add_argument("folder", metavar="FOLDER", help="a folder of runs, or its URL")
+    practice = add(
+        "practice",
+        _practice,
+        "score an agent on practice cases: runs with a hidden cause",
+        "workbench practice --cases 10 -- my-agent --mcp {url}",
+        "The command is run once for each case; {url} stands for the address of an MCP server with the tools of the "
+        "case, which is also in WORKBENCH_CASE_URL.",
+    )
+    practice.add_argument("--level", type=int, default=3, help="1 (clear) to 5 (mild, or two causes); default 3")
+    practice.add_argument("--cases", type=_count, default=10, metavar="N", help="number of cases (default 10)")
+    command_line(practice)
+
+    lab = add("lab", _lab, "open the notebooks in JupyterLab", "workbench lab notebooks/00_start.ipynb")
     lab.add_argument("notebook", nargs="?", default="notebooks/00_start.ipynb", metavar="NOTEBOOK")
-    lab.set_defaults(run=_lab)
     return parser
 
 
@@ -284,22 +530,18 @@ def _count(text: str) -> int:
     return value
 
 
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
+def _add_reports(parser: argparse.ArgumentParser, about: str = "report to write: .html, .md or .ipynb") -> None:
     parser.add_argument(
-        "--out",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="REPORT",
-        help="report to write: .html, .md or .ipynb; may be repeated",
+        "--out", type=Path, action="append", default=[], metavar="REPORT", help=f"{about}; may be repeated"
     )
-    _add_data_output(parser)
+    if not any(action.dest == "overwrite" for action in parser._actions):
+        parser.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
 def _add_data_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tree", type=Path, metavar="DATA", help="data to write: all measurements, .nc or .zarr")
-    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
-    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    if not any(action.dest == "overwrite" for action in parser._actions):
+        parser.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def run_case(case: dict[str, Any], updates: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         script, out = Path(folder, Path(case["script"]).name), Path(folder, "out.json")
         script.write_text(text_of(case), encoding="utf-8")
-        command = [sys.executable, "-m", "workbench", "check", "--updates", str(updates), "--json", str(out), "--"]
+        command = [sys.executable, "-m", "workbench", "check", "--updates", str(updates), "--out", str(out), "--"]
         start = time.perf_counter()
         try:
             done = subprocess.run(

@@ -8,7 +8,7 @@ import pytest
 
 import workbench.cli
 from workbench.contracts.results import KEYS, CheckReport, Result, Status
-from workbench.contracts.script import _in_stages, _within, exit_status, merged
+from workbench.contracts.script import _in_stages, exit_status, merged, within
 
 pytestmark = [pytest.mark.subprocess]
 
@@ -87,7 +87,7 @@ train(9, optimizer, clears=False)
 @pytest.mark.medium
 def test_a_later_stage_of_a_script_is_checked_too(tmp_path):
     (tmp_path / "train.py").write_text(STAGES)
-    run("check", "--updates", 5, "--json", tmp_path / "o.json", "--", "python", "train.py", cwd=tmp_path)
+    run("check", "--updates", 5, "--out", tmp_path / "o.json", "--", "python", "train.py", cwd=tmp_path)
     found = json.loads((tmp_path / "o.json").read_text())
     by_id = {each["id"]: each for each in found["checks"]}
     assert found["n_updates"] == 10
@@ -113,7 +113,7 @@ def test_results_of_stages_become_one():
 
 @pytest.mark.medium
 def test_a_script_is_checked_ends_and_leaves_nothing(script, tmp_path):
-    done = run("check", "--updates", 3, "--json", tmp_path / "o.json", "--", "python", script, "--leak", cwd=tmp_path)
+    done = run("check", "--updates", 3, "--out", tmp_path / "o.json", "--", "python", script, "--leak", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     found = json.loads((tmp_path / "o.json").read_text())
     assert found["verdict"] == "failed"
@@ -140,7 +140,7 @@ def test_a_training_that_goes_on_is_bit_identical(script, tmp_path):
     [
         (["--", "python", "missing.py"], "before its first update"),
         (["--", "bash", "train.sh"], "python SCRIPT or torchrun SCRIPT"),
-        ([], "no command to check"),
+        ([], "There is no command; pass it after --"),
     ],
 )
 def test_bad_input_is_one_sentence(words, sentence, tmp_path):
@@ -151,7 +151,7 @@ def test_bad_input_is_one_sentence(words, sentence, tmp_path):
 
 def test_a_file_that_exists_is_kept(tmp_path, capsys):
     (tmp_path / "o.json").write_text("mine")
-    assert workbench.cli.main(["check", "--json", str(tmp_path / "o.json"), "--", "python", "x.py"]) == 3
+    assert workbench.cli.main(["check", "--out", str(tmp_path / "o.json"), "--", "python", "x.py"]) == 3
     assert (tmp_path / "o.json").read_text() == "mine"
     assert "overwrite" in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_reports_of_the_workbench_are_replaced_on_request(tmp_path, capsys):
     for overwrite in (False, True):
         report.write(data, overwrite=overwrite)
         report.write(page, html=True, overwrite=overwrite)
-    command = ["check", "--json", str(data), "--out", str(page), "--", "ruby", "x.rb"]
+    command = ["check", "--out", str(data), "--out", str(page), "--", "ruby", "x.rb"]
     assert workbench.cli.main(["check", "--overwrite", *command[1:]]) == 3
     assert "ruby" in capsys.readouterr().err
     assert workbench.cli.main(command) == 3
@@ -172,7 +172,7 @@ def test_reports_of_the_workbench_are_replaced_on_request(tmp_path, capsys):
 
 @pytest.mark.medium
 def test_a_reader_that_ends_early_is_no_error(script, tmp_path):
-    command = f"{sys.executable} -m workbench check --updates 2 --json o.json -- python {script} | head -c 1"
+    command = f"{sys.executable} -m workbench check --updates 2 --out o.json -- python {script} | head -c 1"
     done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     assert (tmp_path / "o.json").exists()
@@ -181,10 +181,10 @@ def test_a_reader_that_ends_early_is_no_error(script, tmp_path):
 def test_the_command_keeps_options_of_the_launcher():
     own = ["-m", "ours"]
     options = ["-W", "ignore", "-u"]
-    assert _within(["python", *options, "a.py", "--x"], own)[1:] == [*options, *own, "a.py", "--x"]
-    assert _within(["python", "-m", "pack.train", "-x"], own)[1:] == [*own, "-m", "pack.train", "-x"]
+    assert within(["python", *options, "a.py", "--x"], own)[1:] == [*options, *own, "a.py", "--x"]
+    assert within(["python", "-m", "pack.train", "-x"], own)[1:] == [*own, "-m", "pack.train", "-x"]
     given = ["torchrun", "--nproc-per-node", "2", "a.py", "--x", "1"]
-    assert _within(given, own)[3:] == ["--nproc-per-node", "2", *own, "a.py", "--x", "1"]
+    assert within(given, own)[3:] == ["--nproc-per-node", "2", *own, "a.py", "--x", "1"]
 
 
 def test_a_failure_on_one_rank_counts_and_is_named():

@@ -35,6 +35,7 @@ def check_script(
     accept: Sequence[str] = (),
     goes_on: bool = False,
     progress: bool = True,
+    output: Any = None,
 ) -> CheckReport:
     """Run the command of a training under observation, and return the results by contract.
 
@@ -44,6 +45,7 @@ def check_script(
         accept: Ids of contracts that are broken on purpose.
         goes_on: Whether the training continues after the experiments instead of ending.
         progress: Whether to show the progress of the experiments on standard error.
+        output: Stream for what the script prints; None for standard output.
 
     Returns:
         Results, those of all ranks together.
@@ -54,7 +56,7 @@ def check_script(
     with tempfile.TemporaryDirectory() as folder:
         own = ["-m", "workbench.contracts.script", "--updates", str(updates), "--folder", folder]
         own += [f"--accept={each}" for each in accept] + ["--go-on"] * goes_on + ["--quiet"] * (not progress) + ["--"]
-        status = subprocess.run(_within(list(command), own), check=False).returncode
+        status = subprocess.run(within(list(command), own), check=False, stdout=output).returncode
         ranks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
     if not ranks:
         words = f"ended with status {status}" if status else "ended"
@@ -65,7 +67,7 @@ def check_script(
     return merged([_in_stages(stages) for stages in ranks])
 
 
-def _within(command: list[str], own: list[str]) -> list[str]:
+def within(command: list[str], own: list[str]) -> list[str]:
     """Return the command with our module between the launcher with its options and the script."""
     name = Path(command[0]).name if command else ""
     if name == "torchrun":
@@ -129,6 +131,17 @@ def exit_status(report: CheckReport) -> int:
     return _STATUSES.get(Status(report.verdict), PASSED)
 
 
+def run_main(script: list[str]) -> None:
+    """Run ``SCRIPT ARGUMENTS`` or ``-m MODULE ARGUMENTS`` as the main program of this process."""
+    sys.argv = script[1:] if script[0] == "-m" else script
+    if script[0] == "-m":
+        sys.path[0] = os.getcwd()
+        runpy.run_module(script[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(script[0]).resolve().parent)
+        runpy.run_path(script[0], run_name="__main__")
+
+
 def main() -> None:
     """Run a script under observation in this process, and write its results into a folder."""
     parser = argparse.ArgumentParser()
@@ -166,16 +179,10 @@ def main() -> None:
         elif not (given.go_on or ends_by_itself):
             raise Finished
 
-    sys.argv = script[1:] if script[0] == "-m" else script
     with Observer(given.updates, ready) as seen:
         seen.sees_all = True
         try:
-            if script[0] == "-m":
-                sys.path[0] = os.getcwd()
-                runpy.run_module(script[1], run_name="__main__", alter_sys=True)
-            else:
-                sys.path[0] = str(Path(script[0]).resolve().parent)
-                runpy.run_path(script[0], run_name="__main__")
+            run_main(script)
         except Finished:
             return
         finally:
