@@ -9,6 +9,7 @@ PAGES = Path(__file__).resolve().parents[2] / "docs" / "how_to"
 #: Page -> whether its code takes more than five seconds.
 RUN = {
     "watch_my_own_loop": True,
+    "log_and_alert": True,
     "check_my_training": False,
     "read_the_log_of_another_tool": False,
     "profile_my_checkpoint": False,

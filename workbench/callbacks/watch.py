@@ -264,6 +264,8 @@ def watch(
     false_alarms: PositiveFloat = 1.0,
     calibration: Calibration | None = None,
     on_alarm: Callable[[Alarm], None] | None = None,
+    log: Any = None,
+    notify: Any = None,
     plan: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
     shows: bool = True,
     resume: bool | PositiveInt = False,
@@ -293,6 +295,10 @@ def watch(
         false_alarms: False alarms per 100,000 healthy steps, see `workbench.Alarms`.
         calibration: Calibration on your own healthy runs, see `workbench.Alarms`; None for the default one.
         on_alarm: Function called with each alarm when it is raised. Its exceptions reach the training loop.
+        log: Mirrors of numbers and alarms: ``"tensorboard"``, ``"wandb"``, ``"trackio"``, ``"mlflow"``, ``"aim"``, or
+            a logger that you hold, see `workbench.Recorder`.
+        notify: Webhooks or functions to which alarms and the end of the run are reported, such as ``"$SLACK_URL"``,
+            see `workbench.Recorder`.
         plan: Planned settings, such as ``{"learning_rate": rate_at, "batch_size": {0: 8, 500: 16}}``, which may change
             without an alarm, see `workbench.Recorder`.
         shows: Whether to show the status.
@@ -341,6 +347,8 @@ def watch(
         path,
         every=every,
         budget=budget,
+        log=log,
+        notify=notify,
         plan=plan,
         resume=resume is not False,
         overwrite=overwrite,

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from numbers import Real
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from workbench.callbacks.mirrors import RaisedAlarm
 from workbench.callbacks.observation import Alarm, Observation, broken_contract, changed_setting
 from workbench.callbacks.recorder.batch_watch import BatchWatch
 from workbench.callbacks.recorder.budget import OF_UPDATE, Budget, Cost
@@ -112,8 +113,8 @@ class AttachedRecorder:
         options: RecorderOptions,
         memory: RecorderMemory,
         *,
-        publish: Callable[[Observation], None],
-        ended: Callable[[], None],
+        publish: Callable[[Observation, Sequence[RaisedAlarm]], None],
+        ended: Callable[[str], None],
         parameters: OptimizedParameters,
         probe: Any,
         step: int,
@@ -252,6 +253,7 @@ class AttachedRecorder:
         if not self.is_attached or self._optimizer is None:
             return
         self.is_attached = False
+        word = "stopped" if is_broken else "finished"
         self._end_contracts()
         self._optimizer.unhook()
         try:
@@ -271,10 +273,9 @@ class AttachedRecorder:
                 self._workers.shutdown(wait=False)
             self._collectors = self._parameters = self._optimizer = self._settings = None
             if not self.is_hosted:
-                word = "stopped" if is_broken else "finished"
                 self.event(word, message=f"{word.capitalize()} after {self.step} steps.")
                 self.output.close(state=word)
-            self._end_memory()
+            self._end_memory(word)
 
     def _end_unclosed(self) -> None:
         """Complete the record of a run whose recorder nobody detached: it is no longer used, or the process ends."""
@@ -290,11 +291,11 @@ class AttachedRecorder:
             if not self.is_hosted:
                 self.event("stopped", message=f"The recording was not closed; it ended after {self.step} steps.")
                 self.output.close(state=str(RunState.UNCLOSED))
-            self._end_memory()
+            self._end_memory(RunState.UNCLOSED)
 
-    def _end_memory(self) -> None:
+    def _end_memory(self, state: str) -> None:
         self.memory.step = self.step
-        self._ended()
+        self._ended(state)
 
     def _end_contracts(self) -> None:
         if self.contracts is not None:
@@ -753,7 +754,7 @@ class AttachedRecorder:
             self.output.add_dataset("spectra", spectra)
             row = spectra.isel(step=0, drop=True)
             values, coords = ({name: v.values for name, v in part.items()} for part in (row.data_vars, row.coords))
-            self._pass_on(Observation(self.step, "spectra", values, coords))
+            self._pass_on(Observation(self.step, "spectra", values, coords), ())
 
     def _guarded(self, part: str, action: Callable[[Collectors], Any], *, is_joint: bool = False) -> Any:
         """Run a measurement without stopping the training: if it fails, the part is switched off."""
@@ -798,13 +799,14 @@ class AttachedRecorder:
             self.is_hosted and observation.part == "monitors"
         ):
             self.output.add(observation.part, observation.step, observation.values, observation.coords)
+        raised: list[RaisedAlarm] = []
         if self._alarms is not None and is_checked:
             with self._budget.timed("alarms" if observation.part == "monitors" else observation.part):
-                self._raise_alarms(self._alarms, observation)
-        self._pass_on(observation)
+                raised = self._raise_alarms(self._alarms, observation)
+        self._pass_on(observation, raised)
 
-    def _raise_alarms(self, alarms: Alarms, observation: Observation) -> None:
-        """Pass an observation to the alarms, and record the alarms raised as events."""
+    def _raise_alarms(self, alarms: Alarms, observation: Observation) -> list[RaisedAlarm]:
+        """Pass an observation to the alarms, record the alarms raised as events, and return them."""
         fresh = alarms.observe(observation)
         self.new_alarms += fresh
         if (row := alarms._evidence_row(observation)) is not None:
@@ -815,6 +817,7 @@ class AttachedRecorder:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms._new_attribution(fresh)) is not None:
             self.event("attribution", step=observation.step, **found.as_event())
+        return [RaisedAlarm(alarm, alarms.attribute().summary) for alarm in fresh]
 
 
 def _of(result: Any, collectors: Collectors) -> Any:

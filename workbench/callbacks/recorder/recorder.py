@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
-import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from workbench.callbacks.alarms import Alarms
 from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.alarms.settings_sentinel import planned_settings
+from workbench.callbacks.mirrors import Outlet, RaisedAlarm, close_all, services_of
+from workbench.callbacks.notices import notices_of
 from workbench.callbacks.observation import Observation, Observers
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.budget import OF_STORE, Cost
@@ -32,7 +30,7 @@ from workbench.callbacks.recorder.options import (
     to_plain,
 )
 from workbench.errors import AnatomyError, OptionError, StoreError
-from workbench.io.run_output import RecordingWarning, RunOutput
+from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
 from workbench.models.calling import bare, is_shared, on_device_of
@@ -40,7 +38,6 @@ from workbench.monitors.scalars import SpikeScore
 from workbench.option_checks import checked
 from workbench.option_kinds import Level, PositiveFloat, PositiveInt
 from workbench.schema.events import Event
-from workbench.schema.runs import PARTS
 from workbench.training.recording import describe_model, new_run, recorded_configuration, require_same
 from workbench.training.training_plan import NO_OPTIONS
 from workbench.zoo.module_of import module_of
@@ -95,7 +92,13 @@ class Recorder:
         alpha: Power of the singular values in effective rank and spectral entropy.
         loss_of: Function from the model and the probe to a loss; required by ``curvature``.
         profile_options: Further arguments of `workbench.profile`, for ``spectra``.
-        log: Loggers of the scalars: a TensorBoard writer or a callable that takes a dictionary, or a list of them.
+        log: Loggers that mirror numbers and alarms: ``"tensorboard"``, ``"wandb"``, ``"trackio"``, ``"mlflow"`` or
+            ``"aim"`` for the active run or a new one; a run or writer of these; a logger of Lightning or accelerate; a
+            function of a dictionary of numbers, called as ``log(numbers, step=...)`` or with ``"step"`` among them; or
+            a list of these. They are called in threads of their own, on rank 0.
+        notify: Where alarms and the end of the run are reported: the URL of a webhook (Slack, Discord, or any that
+            takes JSON), ``"$NAME"`` for a URL in an environment variable, a function of a text, or a list of these. It
+            is stored nowhere.
         plan: Planned settings that are numbers, such as ``{"learning_rate": rate_at, "batch_size": {0: 8, 500: 16}}``:
             each a number, a function of the step, or values by their first steps, in multiples of any unit. Or one
             function from the step to the values by name. Changes that follow it raise no alarm.
@@ -139,6 +142,7 @@ class Recorder:
         loss_of: Callable[[nn.Module, Any], torch.Tensor] | None = None,
         profile_options: Mapping[str, Any] | None = None,
         log: Any = None,
+        notify: Any = None,
         plan: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] | None = None,
         alarms: Alarms | None = None,
         rows_per_block: PositiveInt = 200,
@@ -164,9 +168,7 @@ class Recorder:
             budget,
             fixed,
         )
-        self._loggers = (
-            [] if log is None else [logging_observer(each) for each in (log if isinstance(log, list) else [log])]
-        )
+        self._services, self._outlets = [*services_of(log), *notices_of(notify)], list[Outlet]()
         self._rows_per_block, self._overwrite, self._resumes = rows_per_block, overwrite, resume
         self._observers = Observers()
         self._attached: AttachedRecorder | None = None
@@ -246,6 +248,7 @@ class Recorder:
             alarms.reset()
             replay(open_run(output.path), alarms)
         self._last_model, self._is_loaded = weakref.ref(bare(model)), False
+        self._outlets = [Outlet(service(output.path or self.path)) for service in self._services if is_first()]
         probe = next((p for p in (probe, self.probe, memory.probe) if p is not None), None)
         self._attached = AttachedRecorder(
             model,
@@ -254,7 +257,7 @@ class Recorder:
             self.options,
             memory,
             publish=self._publish,
-            ended=self._ended,
+            ended=self._end,
             parameters=parameters,
             probe=probe,
             step=step,
@@ -321,11 +324,17 @@ class Recorder:
         """
         return self._observers.add(callback)
 
-    def _publish(self, observation: Observation) -> None:
-        """Pass an observation to all observers and, on rank 0 only, to all loggers."""
-        for logger in self._loggers if is_first() else ():
-            logger(observation)
+    def _publish(self, observation: Observation, alarms: Sequence[RaisedAlarm] = ()) -> None:
+        """Pass an observation and its alarms to all mirrors, and the observation to all observers."""
+        for outlet in self._outlets:
+            outlet.put(observation, alarms)
         self._observers.call(observation)
+
+    def _end(self, state: str) -> None:
+        """Complete the mirrors at the end of the recording."""
+        close_all(self._outlets, state, self.memory.step)
+        self._outlets = []
+        self._ended()
 
     @property
     def cost(self) -> Cost | None:
@@ -438,97 +447,3 @@ def _spikes_before(step: int, path: Path | None) -> SpikeScore:
             for loss in of_steps.values[of_steps["step"].values < step]:
                 spikes.update(loss)
     return spikes
-
-
-#: Statistics over layers, heads, experts or modules.
-_SUMMARIES: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.nanmean, "min": np.nanmin, "max": np.nanmax}
-
-
-def logging_observer(log: Any) -> Callable[[Observation], None]:
-    """Return an observer for `Recorder.observe` that passes numbers on to another logger.
-
-    An exception of the logger does not stop the training; the first one is reported as a `RecordingWarning`.
-
-    Args:
-        log: An object with ``add_scalar(tag, value, step)``, such as ``torch.utils.tensorboard.SummaryWriter``; or a
-            function of a dictionary of numbers, called as ``log(numbers, step=...)`` like ``wandb.log``, or as
-            ``log(numbers)`` with ``"step"`` among the numbers.
-
-    Returns:
-        A function of an observation. See `numbers` for the names.
-
-    Raises:
-        OptionError: If ``log`` is neither.
-    """
-    send = _sender(log)
-    has_warned = False
-
-    def send_on(observation: Observation) -> None:
-        nonlocal has_warned
-        try:
-            send(numbers(observation), int(observation.step))
-        except Exception as error:  # noqa: BLE001  (third-party code; training continues)
-            if not has_warned:
-                has_warned = True
-                warnings.warn(
-                    f"The logger failed at step {observation.step} ({type(error).__name__}: {error}); training "
-                    "continues, and the run's record contains the values that the logger missed.",
-                    RecordingWarning,
-                    stacklevel=2,
-                )
-
-    return send_on
-
-
-def numbers(observation: Observation) -> dict[str, float]:
-    """Return an observation as named numbers.
-
-    Returns:
-        Scalars unchanged (``monitors/loss``); of arrays, the mean, minimum and maximum over layers, heads, experts and
-        modules, ignoring NaN (``router/max_violation/mean``), separately for each term if there are terms
-        (``attention/effective_rank/D2/min``). Arrays of NaN alone, complex numbers and text are left out.
-    """
-    named: dict[str, float] = {}
-    rules = PARTS.get(observation.part, {})
-    for name, value in observation.values.items():
-        values = np.asarray(value)
-        if values.dtype.kind not in "biuf":
-            continue
-        tag = f"{observation.part}/{name}"
-        if values.ndim == 0:
-            named[tag] = float(values)
-        elif name in rules and rules[name].dims[-1] == "term":
-            for term, of_term in zip(observation.coords["term"], np.moveaxis(values, -1, 0), strict=True):
-                named |= _summary(f"{tag}/{term}", of_term)
-        else:
-            named |= _summary(tag, values)
-    return named
-
-
-def _summary(tag: str, values: np.ndarray) -> dict[str, float]:
-    values = values.astype(np.float64)
-    if np.isnan(values).all():
-        return {}
-    with np.errstate(invalid="ignore"):  # the mean of inf and -inf
-        return {f"{tag}/{word}": float(summary(values)) for word, summary in _SUMMARIES.items()}
-
-
-def _sender(log: Any) -> Callable[[dict[str, float], int], None]:
-    """Return a function that passes the numbers of a step to a logger."""
-    if hasattr(log, "add_scalar"):
-
-        def send_each(named: dict[str, float], step: int) -> None:
-            for tag, value in named.items():
-                log.add_scalar(tag, value, step)
-
-        return send_each
-    if not callable(log):
-        expected = "an object with add_scalar(tag, value, step) or a function of a dictionary, such as wandb.log"
-        raise OptionError.of("log", log, expected)
-    try:
-        parameters = list(inspect.signature(log).parameters.values())
-    except (TypeError, ValueError):  # a compiled function
-        parameters = []
-    if any(parameter.name == "step" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return lambda named, step: log(named, step=step)
-    return lambda named, step: log({"step": step, **named})

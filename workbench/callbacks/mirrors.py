@@ -1,0 +1,524 @@
+"""Mirrors of a run: its numbers and alarms in TensorBoard, W&B, trackio, MLflow, Aim, or any logger.
+
+Each mirror has a thread of its own, with a bounded queue. The training thread only appends to that queue, so a service
+that is slow or fails neither delays nor changes the training. What a mirror misses is in the store of the run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from workbench.errors import MissingPackageError, OptionError
+from workbench.io.run_output import issue_warning
+from workbench.schema.runs import PARTS
+from workbench.schema.statuses import RunState
+
+if TYPE_CHECKING:
+    from workbench.callbacks.observation import Alarm, Observation
+
+#: Most rows, and values in them, that wait for one mirror; most alarms.
+_MOST_ROWS, _MOST_VALUES, _MOST_ALARMS = 2000, 2_000_000, 500
+#: Seconds that all mirrors together may take at the end of a run.
+SECONDS_TO_CLOSE = 10.0
+#: Metric of W&B and trackio that counts the updates of the run.
+_STEP = "watch/step"
+
+Row = tuple[int, dict[str, float]]
+
+
+class RaisedAlarm(NamedTuple):
+    """An alarm, and its cause in a few words."""
+
+    alarm: Alarm
+    cause: str
+
+    @property
+    def text(self) -> str:
+        """The alarm as sentences."""
+        return f"{self.alarm.message.rstrip('.')}. Cause: {self.cause}."
+
+
+class Service:
+    """A service to which rows and alarms go; only its constructor is called in the thread of the training."""
+
+    title = "The logger"
+    takes_rows = True
+    #: Seconds for which rows are collected, and for which it rests after alarms.
+    pause, rest = 0.5, 0.0
+    #: Whether `warn` is to be called again, also without new alarms.
+    has_more = False
+
+    def start(self) -> None:
+        """Connect, or start a run."""
+
+    def send(self, rows: list[Row]) -> None:
+        """Send rows."""
+
+    def warn(self, alarms: list[RaisedAlarm]) -> None:
+        """Send alarms."""
+
+    def close(self, state: str, n_updates: int) -> None:
+        """Send what waits, and end what `start` has started."""
+
+
+class Outlet:
+    """The queue and the thread between a training and a service.
+
+    Args:
+        service: The service.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._state, self._n_updates = service, "", 0
+        self._rows: deque[Observation] = deque()
+        self._alarms: deque[RaisedAlarm] = deque(maxlen=_MOST_ALARMS)
+        self._n_put = self._n_taken = 0  # values; each count is changed by one thread alone
+        self._trouble, self._has_warned = "", False
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"workbench {service.title}", daemon=True)
+        self._thread.start()
+
+    def put(self, observation: Observation, alarms: Sequence[RaisedAlarm] = ()) -> None:
+        """Pass an observation and its alarms on, without waiting."""
+        self._alarms.extend(alarms)
+        if self._service.takes_rows and self._thread.is_alive():
+            size = _size(observation)
+            if len(self._rows) < _MOST_ROWS and self._n_put - self._n_taken + size <= _MOST_VALUES:
+                self._n_put += size
+                self._rows.append(observation)
+            else:
+                self._trouble = self._trouble or "it is too slow"
+        if self._rows or self._alarms:
+            self._wake.set()
+        self._report()
+
+    def end(self, state: str, n_updates: int) -> None:
+        """Let the thread send what waits, and end."""
+        self._state, self._n_updates = state, n_updates
+        self._closing.set()
+        self._wake.set()
+
+    def join(self, until: float) -> None:
+        """Wait for the thread until a time of the monotonic clock."""
+        if self._thread is not threading.current_thread():  # where the garbage collector may run
+            self._thread.join(max(0.0, until - time.monotonic()))
+            if self._thread.is_alive():
+                self._trouble = self._trouble or f"it took longer than {SECONDS_TO_CLOSE:g} s to end"
+            self._report()
+
+    def _report(self) -> None:
+        """Issue one warning about the first trouble, in the thread of the training."""
+        if self._trouble and not self._has_warned:
+            self._has_warned = True
+            issue_warning(
+                f"{self._service.title} failed ({self._trouble}); training continues, and the run's record contains "
+                "what it missed."
+            )
+
+    def _run(self) -> None:
+        service = self._service
+        is_over = not self._tried(service.start)
+        while not is_over:
+            self._wake.wait()
+            is_over = self._closing.wait(service.pause)
+            self._wake.clear()
+            rows = []
+            for _ in range(len(self._rows)):
+                seen = self._rows.popleft()
+                self._n_taken += _size(seen)
+                if named := numbers(seen):
+                    rows.append((int(seen.step), named))
+            if rows:
+                self._tried(service.send, rows)
+            alarms = [self._alarms.popleft() for _ in range(len(self._alarms))]
+            if alarms or service.has_more:
+                self._tried(service.warn, alarms)
+                self._closing.wait(service.rest)
+                if service.has_more:
+                    self._wake.set()
+            if is_over:
+                self._tried(service.close, self._state, self._n_updates)
+
+    def _tried(self, action: Callable[..., None], *args: Any) -> bool:
+        """Carry out an action of the service, and return whether it succeeded."""
+        try:
+            action(*args)
+        except Exception as error:  # noqa: BLE001  (third-party code; training continues)
+            self._trouble = self._trouble or plain_reason(error)
+            return False
+        return True
+
+
+def _size(observation: Observation) -> int:
+    return sum(np.size(value) for value in observation.values.values())
+
+
+def plain_reason(error: BaseException) -> str:
+    """Return what went wrong without the text of a library, which may contain addresses, tokens or keys."""
+    if isinstance(code := getattr(error, "code", None), int):
+        return f"it answered {code}"
+    reason = getattr(error, "reason", None)
+    found = reason if isinstance(reason, OSError) else error
+    return getattr(found, "strerror", None) or type(found).__name__
+
+
+def close_all(outlets: Sequence[Outlet], state: str, n_updates: int) -> None:
+    """End all outlets at once, within the time limit."""
+    for outlet in outlets:
+        outlet.end(state, n_updates)
+    until = time.monotonic() + SECONDS_TO_CLOSE
+    for outlet in outlets:
+        outlet.join(until)
+
+
+#: Statistics over layers, heads, experts or modules.
+_SUMMARIES: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.nanmean, "min": np.nanmin, "max": np.nanmax}
+
+
+def numbers(observation: Observation) -> dict[str, float]:
+    """Return an observation as named numbers.
+
+    Returns:
+        Scalars unchanged (``monitors/loss``); of arrays, the mean, minimum and maximum over layers, heads, experts and
+        modules, ignoring NaN (``router/max_violation/mean``), separately for each term if there are terms
+        (``attention/effective_rank/D2/min``). Arrays of NaN alone, complex numbers and text are left out.
+    """
+    named: dict[str, float] = {}
+    rules = PARTS.get(observation.part, {})
+    for name, value in observation.values.items():
+        values = np.asarray(value)
+        if values.dtype.kind not in "biuf":
+            continue
+        tag = f"{observation.part}/{name}"
+        if values.ndim == 0:
+            named[tag] = float(values)
+        elif name in rules and rules[name].dims[-1] == "term":
+            for term, of_term in zip(observation.coords["term"], np.moveaxis(values, -1, 0), strict=True):
+                named |= _summary(f"{tag}/{term}", of_term)
+        else:
+            named |= _summary(tag, values)
+    return named
+
+
+def _summary(tag: str, values: np.ndarray) -> dict[str, float]:
+    values = values.astype(np.float64)
+    if np.isnan(values).all():
+        return {}
+    with np.errstate(invalid="ignore"):  # the mean of inf and -inf
+        return {f"{tag}/{word}": float(summary(values)) for word, summary in _SUMMARIES.items()}
+
+
+# Services
+
+
+class _Function(Service):
+    """A function of a dictionary of numbers."""
+
+    def __init__(self, function: Callable[..., Any], path: Path | None = None) -> None:
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):  # a compiled function
+            parameters = []
+        self._call = function
+        self._takes_step = any(each.name == "step" or each.kind is each.VAR_KEYWORD for each in parameters)
+
+    def send(self, rows: list[Row]) -> None:
+        first: Exception | None = None
+        for step, named in rows:
+            try:
+                self._call(named, step=step) if self._takes_step else self._call({"step": step, **named})
+            except Exception as error:  # noqa: BLE001  (raised after the last row)
+                first = first or error
+        if first is not None:
+            raise first
+
+
+class _Library(Service):
+    """A service with runs: one that the user holds or that is active in this process, or one that is started."""
+
+    def __init__(self, held: Any, path: Path | None) -> None:
+        self._path = Path("workbench", "watched") if path is None else path.absolute()
+        self._name = self._path.stem
+        self._run = self._active() if held is None else held
+        self._is_own = self._run is None
+
+    def _active(self) -> Any:
+        """Return the run that is active in this process, or None."""
+
+    def start(self) -> None:
+        if self._is_own:
+            self._run = self._started()
+
+    def _started(self) -> Any:
+        """Return a new run."""
+
+    def close(self, state: str, n_updates: int) -> None:
+        if self._is_own:
+            self._finish(is_sound=state == RunState.FINISHED)
+
+    def _finish(self, *, is_sound: bool) -> None:
+        """Finish the run that was started."""
+        self._run.close()
+
+
+class _TensorBoard(_Library):
+    title = "TensorBoard"
+
+    def _started(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._path.with_suffix(".tensorboard")))
+
+    def send(self, rows: list[Row]) -> None:
+        for step, named in rows:
+            for tag, value in named.items():
+                self._run.add_scalar(tag, value, step)
+
+    def warn(self, alarms: list[RaisedAlarm]) -> None:
+        for each in alarms:
+            self._run.add_text("alarm", each.text, each.alarm.step)
+
+    def close(self, state: str, n_updates: int) -> None:
+        self._run.flush()
+        super().close(state, n_updates)
+
+
+class _Stepped(_Library):
+    """A service with one counter of steps for all numbers of a run, which belongs to the loop if it logs as well.
+
+    The rows of such a loop keep their steps: ours are added at the latest of them. Until the loop logs, they wait.
+    """
+
+    def __init__(self, held: Any, path: Path | None) -> None:
+        super().__init__(held, path)
+        self._waiting, self._known = deque[Row](maxlen=_MOST_ROWS), set[str]()
+        self._first = -1 if self._is_own else self._place()
+        self.pause = 0.5 if self._is_own else 0.0
+
+    def send(self, rows: list[Row]) -> None:
+        if self._is_own:
+            self._log(rows)
+        else:
+            self._waiting.extend(rows)
+            if self._place() != self._first:  # parts wait for the metrics of their update, and share its step
+                n_whole = max((i + 1 for i, (_, row) in enumerate(self._waiting) if "monitors/loss" in row), default=0)
+                self._add([self._waiting.popleft() for _ in range(n_whole)])
+
+    def close(self, state: str, n_updates: int) -> None:
+        if not self._is_own:
+            (self._log if self._place() == self._first else self._add)(list(self._waiting))
+        super().close(state, n_updates)
+
+    def _place(self) -> int:
+        """Return the step of the loop."""
+        raise NotImplementedError
+
+    def _add(self, rows: list[Row]) -> None:
+        """Add rows at the step of the loop."""
+
+    def _log(self, rows: list[Row]) -> None:
+        """Log rows at their own steps."""
+
+    def _finish(self, *, is_sound: bool) -> None:
+        self._run.finish()
+
+
+class _Wandb(_Stepped):
+    title = "W&B"
+
+    def _active(self) -> Any:
+        return getattr(sys.modules.get("wandb"), "run", None)
+
+    def _started(self) -> Any:
+        import wandb
+
+        # Nobody is asked for a key: without one, the run stays on this machine, for `wandb sync`.
+        is_offline = wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False)
+        settings = wandb.Settings(console="off", silent=True)
+        mode = "offline" if is_offline else None
+        return wandb.init(name=self._name, reinit="create_new", mode=mode, settings=settings)  # type: ignore[arg-type]
+
+    def _place(self) -> int:
+        return int(self._run.step)
+
+    def _add(self, rows: list[Row]) -> None:
+        latest: dict[str, float] = {}
+        for step, named in rows:
+            latest |= {_STEP: step, **named}
+        if latest:
+            self._define(latest)
+            self._run.log(latest, commit=False)
+
+    def _log(self, rows: list[Row]) -> None:
+        merged: dict[int, dict[str, float]] = {}
+        for step, named in rows:
+            merged.setdefault(step, {_STEP: step}).update(named)
+        for step, row in merged.items():
+            self._define(row)
+            self._run.log(row, step=step if self._is_own else None)
+
+    def _define(self, named: dict[str, float]) -> None:
+        """Draw each number over the steps of the watch; patterns of other libraries would match it as well."""
+        for name in named.keys() - self._known:
+            self._run.define_metric(name, step_metric=None if name == _STEP else _STEP)
+        self._known |= named.keys()
+
+    def warn(self, alarms: list[RaisedAlarm]) -> None:
+        for each in alarms:
+            self._run.alert(f"{self._name}: {each.alarm.signal}"[:63], each.text, "WARN")
+
+    def _finish(self, *, is_sound: bool) -> None:
+        self._run.finish(exit_code=int(not is_sound))
+
+
+class _Trackio(_Stepped):
+    title = "trackio"
+
+    def _active(self) -> Any:
+        return import_module("trackio.context_vars").current_run.get() if "trackio" in sys.modules else None
+
+    def _started(self) -> Any:
+        import trackio
+
+        return trackio.init(self._path.parent.name or "workbench", self._name, embed=False)
+
+    def _place(self) -> int:
+        return int(self._run._next_step) - 1  # a larger step would move the counter of the loop
+
+    def _add(self, rows: list[Row]) -> None:
+        for step, named in rows:
+            self._run.log({_STEP: step, **named}, step=self._place())
+
+    def _log(self, rows: list[Row]) -> None:
+        for step, named in rows:
+            self._run.log({_STEP: step, **named}, step=step)
+
+    def warn(self, alarms: list[RaisedAlarm]) -> None:
+        for each in alarms:
+            self._run.alert(each.alarm.signal, each.text, step=each.alarm.step)
+
+
+class _MLflow(_Library):
+    title = "MLflow"
+
+    def __init__(self, held: Any, path: Path | None) -> None:
+        inner = getattr(held, "experiment", held)  # of a logger of Lightning
+        self._client: Any = inner if hasattr(inner, "log_batch") else None
+        self._run_id = held.run_id if inner is not held else None
+        super().__init__(held if hasattr(held, "info") else None, path)
+        self._is_own &= self._run_id is None
+        self._n_alarms = 0
+
+    def _active(self) -> Any:
+        return sys.modules["mlflow"].active_run() if "mlflow" in sys.modules else None
+
+    def _started(self) -> Any:
+        return import_module("mlflow").start_run(run_name=self._name)  # the active one of this thread alone
+
+    def start(self) -> None:
+        super().start()
+        self._client = self._client or import_module("mlflow").MlflowClient()
+        self._run_id = self._run_id or self._run.info.run_id
+
+    def send(self, rows: list[Row]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(tag, value, now, step) for step, named in rows for tag, value in named.items()]
+        for begin in range(0, len(metrics), 1000):
+            self._client.log_batch(self._run_id, metrics=metrics[begin : begin + 1000])
+
+    def warn(self, alarms: list[RaisedAlarm]) -> None:
+        first = {} if self._n_alarms else {"first_alarm": alarms[0]}
+        for key, each in {**first, "latest_alarm": alarms[-1]}.items():
+            self._client.set_tag(self._run_id, f"watch.{key}", f"step {each.alarm.step}: {each.text}"[:1000])
+        self._n_alarms += len(alarms)
+        self._client.set_tag(self._run_id, "watch.n_alarms", str(self._n_alarms))
+
+    def _finish(self, *, is_sound: bool) -> None:
+        import_module("mlflow").end_run("FINISHED" if is_sound else "FAILED")
+
+
+class _Aim(_Library):
+    title = "Aim"
+
+    def _started(self) -> Any:
+        run = import_module("aim").Run()
+        run.name = self._name
+        return run
+
+    def send(self, rows: list[Row]) -> None:
+        for step, named in rows:
+            for tag, value in named.items():
+                self._run.track(value, name=tag, step=step)
+
+    def warn(self, alarms: list[RaisedAlarm]) -> None:
+        for each in alarms:
+            self._run.track(import_module("aim").Text(each.text), name="alarm", step=each.alarm.step)
+
+
+#: Services that can be named, with the method by which their runs are recognized.
+_NAMED = {
+    "tensorboard": (_TensorBoard, "add_scalar"),
+    "wandb": (_Wandb, "define_metric"),
+    "trackio": (_Trackio, "alert"),
+    "mlflow": (_MLflow, ""),
+    "aim": (_Aim, "track"),
+}
+
+
+def services_of(log: Any) -> list[Callable[[Path | None], Service]]:
+    """Return a function of the path of the store for each logger; it is called where the training begins.
+
+    Args:
+        log: A name, a run or writer, another logger or a function, or a list of them; None for none.
+
+    Raises:
+        OptionError: If a logger is none of those that are known.
+        MissingPackageError: If the package of a named one is not installed.
+    """
+    logs = log if isinstance(log, list | tuple) else [] if log is None else [log]
+    return [_service_of(each) for each in logs]
+
+
+def _service_of(log: Any) -> Callable[[Path | None], Service]:
+    name = log.__name__ if type(log) is type(sys) else log
+    if isinstance(name, str) and name in _NAMED:
+        if find_spec(name) is None:
+            raise MissingPackageError(
+                f"log='{name}' needs the package {name}; install it with 'pip install {name}'.",
+                name=name,
+                expected="installed",
+            )
+        return partial(_NAMED[name][0], None)
+    owner = getattr(log, "__self__", log)
+    log = owner if hasattr(owner, "define_metric") else log  # wandb.log
+    for name, (service, method) in _NAMED.items():
+        if (name == "tensorboard" or name in type(log).__module__.split(".")) and hasattr(log, method or "__class__"):
+            return partial(service, log)
+    inner = getattr(log, "tracker", getattr(log, "experiment", None))  # of accelerate, of Lightning
+    if inner is not None and not callable(log):
+        try:
+            return _service_of(inner)
+        except OptionError:
+            pass
+    send = log if callable(log) else getattr(log, "log_metrics", getattr(log, "log", None))
+    if isinstance(log, str) or not callable(send):
+        expected = (
+            f"one of {', '.join(_NAMED)}, a run or writer of these, a logger of Lightning or accelerate, a function of "
+            "a dictionary, or a list of them"
+        )
+        raise OptionError.of("log", log, expected)
+    return partial(_Function, send)
