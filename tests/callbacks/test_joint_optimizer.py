@@ -9,6 +9,7 @@ from tests.callbacks.test_recorder import adam, dense, loss_of, of_part, recorde
 from tests.callbacks.test_recorder_loops import column
 from tests.small_training import same_weights
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, optimizers_in
+from workbench.callbacks.recorder.shards import HeldParts
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError
 from workbench.models.readable_weights import complete
@@ -107,7 +108,7 @@ def of_collector(optimizer, model, task, state):  # noqa: F811
     from workbench.callbacks.recorder.joint_optimizer import OptimizedParameters
 
     joint = JointOptimizer([optimizer])
-    collector = UpdateCollector(joint, OptimizedParameters(model, joint), None)
+    collector = UpdateCollector(HeldParts(joint), OptimizedParameters(model, joint), None)
     loss_of(model, task.batch(0)).backward()
     collector.begin()
     optimizer.step()

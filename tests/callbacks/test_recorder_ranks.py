@@ -38,7 +38,7 @@ def in_one_process(kind, recorder):
 
 OF_PARTS = (
     "token_entropy", "label_entropy", "label_agreement", "largest_losses", "ignored_labels", "repeated_examples",
-    "lookahead", "update_ratio",
+    "lookahead",
 )  # fmt: skip
 
 
@@ -101,10 +101,7 @@ def test_the_first_rank_writes(folder, ranks, name):
     rows = [values for _, part, values in ranks[1][name]["heard"] if part == "monitors"]
     assert run["monitors"]["loss"].values == pytest.approx([float(values["loss"]) for values in rows])
     assert run["attention"].sizes["step"] == 3
-    missing = {"ddp": [], "fsdp": ["precision", "update"]}[name]
-    kinds, sources = run["events"]["kind"].values.tolist(), run["events"]["source"].values.tolist()
-    assert kinds == ["started", *["not recorded"] * len(missing), "finished"]
-    assert sources[1:-1] == missing
+    assert run["events"]["kind"].values.tolist() == ["started", "finished"]
 
 
 def test_metrics_logged_by_one_rank_do_not_block_the_others(ranks):

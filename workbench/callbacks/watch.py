@@ -280,8 +280,8 @@ def watch(
     If several processes train one model, each of them has to call this function; those that do not within two minutes
     are named by an error. A part that fails on one rank is left out on all. Only rank 0 writes the store and shows the
     status. Alarms are raised on all ranks at the same step, so that an ``on_alarm`` that ends the training ends it
-    on all ranks. The arithmetic of parameters that are sharded over ranks is not checked. Their gradients are checked
-    if FSDP2 shards them by rows; otherwise the reduction probe tests a sum over ranks.
+    on all ranks. Parameters that FSDP2 or tensor parallelism splits over ranks are gathered for passes of the probes.
+    Their gradients are checked if FSDP2 splits them by rows; otherwise the reduction probe tests a sum over ranks.
 
     Args:
         model: Module that the loop calls, which may be compiled or wrapped by DDP, FSDP2 or accelerate; or a

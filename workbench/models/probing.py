@@ -8,7 +8,7 @@ import random
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from itertools import chain, count
 from types import CodeType, FunctionType, MethodType
@@ -287,17 +287,22 @@ def _set_modes(modules: Iterable[nn.Module], *, is_training: bool) -> None:
             module.training = is_training
 
 
-@contextmanager
-def without_own_hooks(model: nn.Module) -> Iterator[None]:
+def without_own_hooks(model: nn.Module) -> AbstractContextManager[None]:
     """Leave out the hooks that are defined outside of installed packages, which are meant for the passes of a training.
 
     Hooks of libraries may be a part of the model, as those that gather its shards or compute its weights.
     """
+    return without_hooks(model, lambda origin: not is_library(origin))
+
+
+@contextmanager
+def without_hooks(model: nn.Module, leaves_out: Callable[[str], bool]) -> Iterator[None]:
+    """Leave out the hooks of a model that are defined in some modules, given by name."""
     before = []
     for module in model.modules():
         tables: list[dict[int, Any]] = [module.__dict__.get(name) or {} for name in _HOOKS]
         for table in tables:
-            if own := [key for key, hook in table.items() if not is_library(_origin(hook))]:
+            if own := [key for key, hook in table.items() if leaves_out(_origin(hook))]:
                 before.append((table, dict(table)))
                 for key in own:
                     del table[key]

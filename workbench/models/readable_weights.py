@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
-from workbench.models.probing import undisturbed
+from workbench.models.probing import undisturbed, without_hooks
 
 T = TypeVar("T")
 #: A measurement that computes on the device first: it yields small tensors once, receives their values as float64
@@ -146,12 +146,45 @@ def shards_in(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Gather all parameters that FSDP2 has sharded, so that passes within the context send no messages."""
-    with ExitStack() as stack:
-        for module in shards_in(model):
-            stack.enter_context(_gathered(module))
+def gathered(model: nn.Module, *, casts: bool = False) -> Iterator[None]:
+    """Replace parameters and buffers that are split over ranks by whole ones; every rank must call this.
+
+    Hooks that gather, split or cast tensors for ranks are left out, so that passes within the context send no messages
+    and are those of one process.
+
+    Args:
+        model: The model, split by FSDP2, tensor parallelism or both.
+        casts: Whether passes have the number format in which FSDP2 computes, instead of that of the parameters.
+    """
+    reshard(model)
+    kinds = _computed_kinds(model) if casts else {}
+    whole: dict[int, Tensor] = {}
+    places: list[tuple[dict[str, Any], str, Tensor]] = [
+        (table, name, tensor)
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+        for name, tensor in table.items()
+        if tensor is not None and hasattr(tensor, "full_tensor")
+    ]
+    for _, _, tensor in places:
+        if id(tensor) not in whole:
+            full = full_tensor(tensor.detach()).to(kinds.get(id(tensor), tensor.dtype))
+            is_parameter = isinstance(tensor, nn.Parameter)
+            whole[id(tensor)] = nn.Parameter(full, requires_grad=tensor.requires_grad) if is_parameter else full
+    if not places:
         yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(without_hooks(model, lambda origin: origin.startswith("torch.distributed.")))
+        for module in shards_in(model) if casts else ():
+            _cast_as_sharded(module, stack)
+        for table, name, tensor in places:
+            table[name] = whole[id(tensor)]
+        try:
+            yield
+        finally:
+            for table, name, tensor in places:
+                table[name] = tensor
 
 
 def reshard(model: nn.Module) -> None:
@@ -160,32 +193,35 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-@contextmanager
-def _gathered(module: Any) -> Iterator[None]:
-    """Gather the parameters of one FSDP2 module and keep them gathered after its forward pass."""
-    groups = _shard_groups(module)
-    if groups and all(group.is_unsharded and group.post_forward_mesh_info is None for group in groups):
-        yield  # an outer context has gathered them and will release them
-        return
-    state, before = module._get_fsdp_state(), [(group, group.post_forward_mesh_info) for group in groups]
-    states = [(each, each._training_state) for each in (state, *groups)]
-    for group in groups:
-        group.post_forward_mesh_info = None  # as set_reshard_after_forward(False, recurse=False) does
-    module.unshard()
-    try:
-        yield
-    finally:
-        for group, info in before:
-            group.post_forward_mesh_info = info
-        for each, training_state in states:  # a pass that raised has left them, and FSDP would skip its next messages
-            each._training_state = training_state
-        state._state_ctx.iter_forward_root = None
-        module.reshard()
+def _computed_kinds(model: nn.Module) -> dict[int, torch.dtype]:
+    """Return the number format in which FSDP2 computes with a shard, by its id, where it is not that of the shard."""
+    shards = parameters_of_shards(model)
+    return {key: each.param_dtype for key, each in shards.items() if getattr(each, "param_dtype", None) is not None}
+
+
+def _cast_as_sharded(module: Any, stack: ExitStack) -> None:
+    """Cast inputs and outputs of a module as FSDP2 does, unless it runs in another format, until a context ends."""
+    state = module._get_fsdp_state()
+    kind = state._mp_policy.param_dtype
+
+    def is_own() -> bool:
+        return kind is not None and next((p.dtype for p in module.parameters()), None) == kind
+
+    def enter(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return state._cast_forward_inputs(args, kwargs) if is_own() else None
+
+    def leave(_: nn.Module, args: tuple, output: Any) -> Any:
+        return state._cast_output_dtype(output) if is_own() else None
+
+    stack.callback(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
+    stack.callback(module.register_forward_hook(leave).remove)
 
 
 def _shard_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
-    group = getattr(state, "_fsdp_param_group", None)
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    group = getattr(state, "_fsdp_param_group", None)  # of torch before 2.13
     return [] if group is None else [group]
 
 

@@ -25,6 +25,7 @@ from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters, other_optimizers
 from workbench.callbacks.recorder.options import (
     NUMBERS,
+    SUMS,
     Change,
     PeerError,
     RecorderMemory,
@@ -36,6 +37,7 @@ from workbench.callbacks.recorder.options import (
     mean_over_ranks,
     measured_by_all,
     of_all_ranks,
+    of_each_rank,
     of_first_rank,
     on_every_rank,
     on_ranks,
@@ -45,7 +47,8 @@ from workbench.callbacks.recorder.options import (
 from workbench.callbacks.recorder.probes import ReductionCollector
 from workbench.callbacks.recorder.rows import Flight, Row, Started
 from workbench.callbacks.recorder.settings import SettingsWatch
-from workbench.callbacks.recorder.updates import SampledUpdate, overflow_of, total_gradient_norm
+from workbench.callbacks.recorder.shards import HeldParts, splits_tensors, summed
+from workbench.callbacks.recorder.updates import SampledUpdate, gradient_square, overflow_of, total_gradient_norm
 from workbench.errors import WorkbenchError
 from workbench.io.run_output import RunOutput, before_exit, issue_warning
 from workbench.models.calling import bare, is_shared
@@ -164,7 +167,10 @@ class AttachedRecorder:
         self._measured: dict[str, Started] = {}
         self._was_finite, self._kept = True, step // _STATE_EVERY
         self._is_ready = False
-        self._sample = SampledUpdate(optimizer)
+        self._parts = HeldParts(optimizer)
+        self._sample = SampledUpdate(self._parts)
+        self._gradients: list[Tensor] = []  # square of the norm of those on this rank, and their number
+        self._n_alike = 1  # ranks that read the same examples
         self._settings: SettingsWatch | None = None
         self._optimizer: JointOptimizer | None = optimizer
         self._has_updated = step > 0
@@ -420,9 +426,13 @@ class AttachedRecorder:
                     with self._budget.timed("setup"):
                         self._prepare(optimizer)
                 self._noted["learning_rate"] = self._rate()
+                if "batch" in self._due or self._is_due("optimizer"):
+                    self._parts.settle()
                 if "batch" in self._due:
-                    # Sharded gradients need every rank, and the logged numbers may differ between ranks.
-                    if is_shared() or ("grad_norm" not in self._pending and not self._has_given_norm):
+                    if self._parts.are_split:
+                        found = self._guarded("monitors", lambda collectors: gradient_square(self._parts))
+                        self._gradients = found or []
+                    elif "grad_norm" not in self._pending and not self._has_given_norm:
                         norm = self._guarded("monitors", lambda collectors: total_gradient_norm(optimizer))
                         self._noted |= {} if norm is None else {"grad_norm": norm}
                     self._guarded("sample", lambda collectors: self._sample.begin())
@@ -465,8 +475,7 @@ class AttachedRecorder:
             return
         with self._budget.timed("row"):
             if "batch" in self._due:
-                ratio = self._guarded("sample", lambda collectors: self._sample.end())
-                self._noted |= {} if ratio is None else {"update_ratio": ratio}
+                self._noted |= self._sizes()
             due = [part for part in collectors.after_update if self._is_due(part)] if self._due or self._forced else []
             found = overflow_of(optimizer)
             # On an accelerator the host does not wait for it; what is measured of a skipped update shows no change.
@@ -488,6 +497,17 @@ class AttachedRecorder:
             self._go_on()
             if not self.batches.has_seen and not self.is_hosted:
                 self._close_row()  # no hook marks the beginning of the next batch
+
+    def _sizes(self) -> dict[str, float | Tensor]:
+        """Return the size of the update, and the norm of its gradients if ranks hold parts of them; by all ranks."""
+        found = self._guarded("sample", lambda collectors: self._sample.end()) or []
+        if not self._parts.are_split:
+            return {"update_ratio": (found[0] / found[1]).sqrt()} if found else {}
+        # One message of all ranks, whatever could be measured on this one.
+        unknown = [torch.full((), math.nan)] * 2
+        square, n, change, size = summed([*(self._gradients or unknown), *(found or unknown)])
+        self._gradients = []
+        return {"grad_norm": torch.where(n > 0, square.sqrt(), math.nan), "update_ratio": (change / size).sqrt()}
 
     def _test_contracts(self) -> None:
         """Test contracts of the training that are due, and raise alarms for those that are broken."""
@@ -622,6 +642,7 @@ class AttachedRecorder:
             self._budget.add(part, seconds / (os.cpu_count() or 1))
         n_changes, n_unmade = sum(len(row.changes) for row in flight.rows), len(self.batches.unmade)
         if is_joint:
+            read = [row | {name: row[name] / self._n_alike for name in SUMS if name in row} for row in read]
             read, n_changes, n_unmade = of_all_ranks(read, n_changes, n_unmade)
         for row, numbers, found in zip(flight.rows, read, measured, strict=True):
             if is_joint and n_changes:
@@ -660,6 +681,9 @@ class AttachedRecorder:
         """Read the model as soon as there is a probe; fewer parts are recorded of a model that cannot be read."""
         probe, subjects = self.batches.settle_probe()
         probe = of_first_rank(probe)
+        if any(map(splits_tensors, subjects)):
+            own = self.batches.recent_examples
+            self._n_alike = of_each_rank(own).count(own)
         self._is_ready = True
         self.memory.probe = probe
         if (plain := to_plain(probe)) is not None and not self.is_hosted:
@@ -670,7 +694,7 @@ class AttachedRecorder:
             self._collectors = Collectors(
                 self.options,
                 subjects,
-                optimizer,
+                self._parts,
                 self._parameters,
                 probe,
                 self.event,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
+from workbench.callbacks.recorder.joint_optimizer import OptimizedParameters
 from workbench.callbacks.recorder.options import jointly, of_each_rank, on_ranks
 from workbench.callbacks.recorder.probes import (
     TERMS,
@@ -22,6 +22,7 @@ from workbench.callbacks.recorder.probes import (
     QueryKeyWindow,
     ReductionCollector,
 )
+from workbench.callbacks.recorder.shards import HeldParts
 from workbench.callbacks.recorder.updates import UpdateCollector
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
 from workbench.io.memory import free_memory
@@ -37,8 +38,6 @@ from workbench.models.readable_weights import (
     gathered,
     local_part,
     readable,
-    reshard,
-    shards_in,
 )
 from workbench.models.router_weights import Router, router_weights
 from workbench.monitors.curvature import preconditioned_sharpness, sharpness
@@ -98,7 +97,7 @@ class Collectors:
         self,
         options: RecorderOptions,
         subjects: Sequence[nn.Module],
-        optimizer: JointOptimizer,
+        parts: HeldParts,
         parameters: OptimizedParameters,
         probe: Any,
         event: Callable[..., None],
@@ -107,7 +106,7 @@ class Collectors:
         around: Around = nullcontext,
         loss_of: Callable[[nn.Module], Tensor] | None = None,
     ) -> None:
-        self.options, self.optimizer, self.parameters = options, optimizer, parameters
+        self.options, self.optimizer, self.parameters = options, parts.optimizer, parameters
         self.model = self._outermost = subjects[0]
         self._is_flat = any(hasattr(weight, "_fsdp_flattened") for weight in self.model.parameters())
         self._event = event
@@ -124,8 +123,8 @@ class Collectors:
         self.names = [site.name for site in reading.anatomy.sites] if reading.anatomy is not None else []
         self.routers = [router for router in reading.routers if isinstance(router, Router)]
         self.query_keys = QueryKeyWindow(reading.query_keys, parameters, options.alpha)
-        self._update = UpdateCollector(optimizer, parameters, reading.anatomy)
-        self.reduction = ReductionCollector(optimizer, self._outermost)
+        self._update = UpdateCollector(parts, parameters, reading.anatomy)
+        self.reduction = ReductionCollector(parts.optimizer, self._outermost)
         self._probes: ProbeCollector | None = None
         if self.probe is not None:
             if (given := options.loss_of) is not None:
@@ -176,10 +175,9 @@ class Collectors:
 
     def _begin_probes(self) -> None:
         """Switch off probes that cannot run, without an event if only the model returns no loss."""
-        is_sharded = self._is_flat or any(hasattr(weight, "to_local") for weight in self.model.parameters())
-        if is_sharded:
+        if self._is_flat:
             for part in ("precision", "update"):
-                self._miss(part, "The weights are sharded over ranks; the probe needs whole blocks on one of them.")
+                self._miss(part, f"The probe needs whole blocks on each rank. {_FLAT}")
         elif self._probes is None:
             self.switch_off("precision")
             self.switch_off("update")
@@ -223,15 +221,16 @@ class Collectors:
                 handle.remove()
 
     @contextmanager
-    def _passes(self) -> Iterator[None]:
+    def _passes(self, *, n_copies: int = 1, casts: bool = False) -> Iterator[None]:
         """Return the context of passes through the model: uncompiled, without the hooks of the user, and not sharded.
 
         A pass that gathers shards on the way would make other ranks wait for ever if it failed on one.
         """
-        if shards_in(self._outermost):
-            missing = [p for p in self._outermost.parameters() if hasattr(p, "to_local")]
-            jointly(lambda: self._require_memory(_n_bytes(missing) - _n_bytes(map(local_part, missing))))
-        with as_written(), without_own_hooks(self._outermost), gathered(self._outermost):
+        missing = [p for p in self._outermost.parameters() if hasattr(p, "to_local")]
+        if missing:
+            n_bytes = n_copies * _n_bytes(missing) - _n_bytes(map(local_part, missing))
+            jointly(lambda: self._require_memory(n_bytes))
+        with as_written(), without_own_hooks(self._outermost), gathered(self._outermost, casts=casts):
             yield
 
     def _require_memory(self, n_bytes: int) -> None:
@@ -280,12 +279,9 @@ class Collectors:
     def _probed(
         self, probe_pass: ModelProbe, due: list[str], found: dict[str, dict[str, np.ndarray]], *, is_first: bool
     ) -> Measurement[None]:
-        try:
-            with self._passes(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
-                measurement = probe_pass.taking(due)
-                tensors = next(measurement)
-        finally:
-            reshard(self._outermost)
+        with self._passes(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
+            measurement = probe_pass.taking(due)
+            tensors = next(measurement)
         found |= finish(measurement, (yield tensors))
         if is_first and "router" in found:
             found["router"]["routing_change"][:] = math.nan  # the parameters have not changed since then
@@ -340,7 +336,7 @@ class Collectors:
         if self._probes is not None:
             copies = self._update.copies
             new = [p for p in self.model.parameters() if p.requires_grad and id(p) not in copies]
-            self._require_memory(_n_bytes(new))
+            self._require_memory(_n_bytes(map(local_part, new)))
             self._probes.begin_update(copies)
 
     def precision(self) -> Measurement[dict[str, np.ndarray]]:
@@ -348,8 +344,10 @@ class Collectors:
         assert self._probes is not None
         sites = () if self.reading.anatomy is None else self.reading.anatomy.sites
         # Parameters and gradients of one block, three times, one of them in float64.
-        self._require_memory(8 * max((_n_bytes(site.module.parameters()) for site in sites), default=0))
-        with self._passes():
+        jointly(
+            lambda: self._require_memory(8 * max((_n_bytes(each.module.parameters()) for each in sites), default=0))
+        )
+        with self._passes(casts=True):
             layers = self._probes.precision_layers
             if not self.is_whole:
                 layers = layers[self._turn % max(1, len(layers)) :][:1]
@@ -365,7 +363,7 @@ class Collectors:
     def update_effect(self) -> Measurement[dict[str, float]]:
         """Return the effect of the update on the loss of fixed examples."""
         assert self._probes is not None
-        with self._passes():
+        with self._passes(n_copies=2):
             measurement = self._probes.update()
             tensors = next(measurement)
         return finish(measurement, (yield tensors))
@@ -427,8 +425,6 @@ class Collectors:
         except SnapshotError as error:
             self._event("no spectra", message=str(error))
             return None
-        finally:
-            reshard(self._outermost)
 
     def _read(self, subjects: Sequence[nn.Module]) -> ModelReading:
         """Read the first module that can be read; a LightningModule is often a wrapper without a forward."""
@@ -450,8 +446,6 @@ class Collectors:
                         return readings[-1]
         except WorkbenchError as error:  # of memory
             return ModelReading(None, troubles={"anatomy": str(error)})
-        finally:
-            reshard(self._outermost)
         return readings[0]
 
     def _agreed(self, reading: ModelReading) -> ModelReading:

@@ -21,7 +21,7 @@ from workbench.models.attention_weights import QueryKey, Unreadable
 from workbench.models.calling import call_model, is_shared
 from workbench.models.losses import loss_in, prediction_of, tensors_in, token_loss
 from workbench.models.probing import undisturbed
-from workbench.models.readable_weights import Measurement, finish
+from workbench.models.readable_weights import Measurement, finish, full_tensor
 from workbench.monitors.attention_health import spectrum_of_grams, update_grams
 from workbench.monitors.matrices import at_least_float32, frobenius_norm, spectral_entropy, stable_rank, widened
 from workbench.probes.gradient_agreement import GradientAgreement, GradientVerdict
@@ -88,7 +88,9 @@ class ProbeCollector:
         """Copy the trained parameters before an update whose effect is measured."""
         trained = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
         self._before = {
-            name: copies[id(weight)].view(weight.shape) if id(weight) in copies else weight.detach().clone()
+            name: copies[id(weight)].view(weight.shape)
+            if id(weight) in copies and not hasattr(weight, "to_local")
+            else weight.detach().clone()
             for name, weight in trained.items()
         }
 
@@ -98,6 +100,7 @@ class ProbeCollector:
         if not before:
             yield []
             return {"loss_change": math.nan, "predicted_loss_change": math.nan}
+        before = {name: full_tensor(weight) for name, weight in before.items()}
         effect = yield from update_reading(self.model, self._true_loss, before)
         return {"loss_change": effect.change, "predicted_loss_change": effect.predicted}
 

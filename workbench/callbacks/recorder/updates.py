@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
 from workbench.callbacks.recorder.options import jointly, summed_over_ranks
+from workbench.callbacks.recorder.shards import HeldParts, summed
 from workbench.models.readable_weights import Measurement, in_pieces, local_part, read_numbers
 from workbench.monitors.optimizer_health import adam_staleness, gradient_rms, n_unchanged, signal_share
 
@@ -46,8 +47,8 @@ class UpdateCollector:
     tensor.
     """
 
-    def __init__(self, optimizer: JointOptimizer, parameters: OptimizedParameters, anatomy: Anatomy | None) -> None:
-        self.optimizer = optimizer
+    def __init__(self, parts: HeldParts, parameters: OptimizedParameters, anatomy: Anatomy | None) -> None:
+        self.optimizer, self._parts = parts.optimizer, parts
         sites = () if anatomy is None else anatomy.sites
         blocks: dict[int, tuple[int, Site]] = {}
         for layer, site in enumerate(sites):
@@ -75,7 +76,7 @@ class UpdateCollector:
             for (part,) in in_pieces(before):
                 self._add(taken, _WEIGHT, part)
             if taken[0].weight.grad is not None:
-                for (part,) in in_pieces(_joined([each.weight.grad for each in taken])):
+                for (part,) in in_pieces(_joined([self._parts.gradient_of(each.weight) for each in taken])):
                     self._add(taken, _GRADIENT, _unscaled(self.optimizer, part))
 
     @torch.no_grad()
@@ -85,8 +86,8 @@ class UpdateCollector:
         Returns:
             For each variable an array (module,), and a description of layers with values that are not finite.
         """
-        is_sharded = any(_is_sharded(each.weight) for each in self._weights())
-        eps, ages = jointly(self._measure) if is_sharded else self._measure()
+        is_split = self._parts.are_split
+        eps, ages = jointly(self._measure) if is_split else self._measure()
         roots, self._roots = self._roots, []
         counted = self.optimizer.n_updates
         *values, late = yield [*(root for _, _, root, _ in roots), self._late_steps]
@@ -94,7 +95,7 @@ class UpdateCollector:
         sums = np.zeros((len(self.module_names), _N_QUANTITIES, 2))  # of squares, and counts
         for (module, what, _, count), value in zip(roots, values, strict=True):
             sums[module, what] += (value.item() ** 2 * count, count)
-        return self._values(summed_over_ranks(sums) if is_sharded else sums, eps, ages)
+        return self._values(summed_over_ranks(sums) if is_split else sums, eps, ages)
 
     def _measure(self) -> tuple[list[float], list[tuple[float, float]]]:
         """Compute the roots of this rank, and return eps, and beta1 and age of the moments, of each module."""
@@ -109,7 +110,8 @@ class UpdateCollector:
                 self._add(taken, _CHANGE, new.float() - old.float())
             if weight.grad is None:
                 continue
-            gradient, part_weight = _joined([each.weight.grad for each in taken]), _part_weight(weight)
+            gradient = _joined([self._parts.gradient_of(each.weight) for each in taken])
+            part_weight = self._parts.weight_of(weight)
             rate = group.get("lr")  # if it is a tensor, it is not read: the host would have to wait for it
             if not (isinstance(rate, float | int) and rate == 0):
                 for parts in in_pieces(before, after, gradient):
@@ -195,7 +197,7 @@ class UpdateCollector:
                 own.dtype,
                 own.device,
                 gradient_kind,
-                _part_weight(weight),
+                self._parts.weight_of(weight),
                 key_of(each),
             )
             limit = _JOINED_ON_HOST if own.device.type == "cpu" else _JOINED
@@ -221,7 +223,7 @@ class UpdateCollector:
         return first, second, n_steps.get(id(each.weight))
 
     def _add(self, taken: Sequence[_Weight], what: int, entries: Tensor) -> None:
-        module, part_weight = taken[0].module, _part_weight(taken[0].weight)
+        module, part_weight = taken[0].module, self._parts.weight_of(taken[0].weight)
         self._roots.append((module, what, gradient_rms(entries), entries.numel() * part_weight))
 
     def _read_steps(self) -> dict[int, float]:
@@ -248,17 +250,17 @@ class UpdateCollector:
 
 
 class SampledUpdate:
-    """RMS(dw) / RMS(w) of each update, over a fixed range of entries of every tensor to keep its cost negligible."""
+    """Size of each update, over a fixed range of entries of every tensor to keep its cost negligible."""
 
-    def __init__(self, optimizer: JointOptimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, parts: HeldParts) -> None:
+        self._parts = parts
         self._before: list[Tensor] = []  # kept from step to step: new memory costs more than the copies
         self._n_copied = 0
 
     @torch.no_grad()
     def begin(self) -> None:
         """Copy the sampled entries, right before the update."""
-        parts, _ = self._parts()
+        parts, _ = self._sampled()
         if [(each.shape, each.device) for each in parts] != [(each.shape, each.device) for each in self._before]:
             self._before = [torch.empty_like(part, dtype=torch.float32) for part in parts]
         if parts:
@@ -266,52 +268,61 @@ class SampledUpdate:
         self._n_copied = len(parts)
 
     @torch.no_grad()
-    def end(self) -> Tensor | float:
-        """Return the ratio, right after the update: 0-dim and on the device, or NaN if there is no tensor."""
+    def end(self) -> list[Tensor]:
+        """Return the sums of squares of the change and of the parameters on this rank; none if they changed."""
         n_copied, self._n_copied = self._n_copied, 0
-        parts, multiplicities = self._parts()
-        if not n_copied or len(parts) != n_copied:
-            return math.nan
+        parts, multiplicities = self._sampled()
+        if len(parts) != n_copied:
+            return []
+        if not parts:
+            return [torch.zeros(())] * 2
         before = self._before
         device = before[0].device  # a model may be on several devices
         weights = torch.tensor(multiplicities, dtype=torch.float32).to(device, non_blocking=True)
         norms = torch._foreach_norm(before)
         torch._foreach_sub_(before, [part.float() for part in parts])
-        totals = [
+        return [
             (torch.stack([norm.to(device) for norm in each]).square() * weights).sum()
             for each in (torch._foreach_norm(before), norms)
         ]
-        return (totals[0] / totals[1]).sqrt()
 
-    def _parts(self) -> tuple[list[Tensor], list[float]]:
+    def _sampled(self) -> tuple[list[Tensor], list[float]]:
         """Return a range of entries from the middle of each tensor, and how many entries each of them represents."""
         parts, multiplicities = [], []
-        for group in self.optimizer.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                own = local_part(weight.detach())
-                if not (size := own.numel()) or not own.is_contiguous():
-                    continue
-                n = min(size, _SAMPLED)
-                parts.append(own.view(-1).narrow(0, (size - n) // 2, n))
-                multiplicities.append(size / n)
+        for weight in self._parts.optimizer.parameters:
+            if weight.grad is None or not weight.numel() or not local_part(weight.detach()).is_contiguous():
+                continue
+            entries = self._parts.sample(weight, _SAMPLED)
+            if entries.numel():
+                parts.append(entries)
+                factor = self._parts.weight_of(weight)
+                multiplicities.append(factor * weight.numel() / min(weight.numel(), _SAMPLED))
         return parts, multiplicities
+
+
+@torch.no_grad()
+def gradient_square(parts: HeldParts) -> list[Tensor]:
+    """Return the square of the norm of the gradients, and their number, as summands of this rank."""
+    held = [(each, parts.gradient_of(each)) for each in parts.optimizer.parameters]
+    known = [(parts.weight_of(each), own) for each, own in held if own is not None]
+    if not known:
+        return [torch.zeros((), dtype=torch.float64)] * 2
+    norms = torch._foreach_norm([own for _, own in known])
+    device = norms[0].device
+    weights = torch.tensor([weight for weight, _ in known], dtype=torch.float64).to(device, non_blocking=True)
+    sizes = torch.stack([_unscaled(parts.optimizer, norm.to(device, torch.float64)) for norm in norms])
+    return [(sizes.square() * weights).sum(), torch.full((), len(known), dtype=torch.float64, device=device)]
 
 
 def total_gradient_norm(optimizer: JointOptimizer) -> Tensor | float:
     """Return the norm of all gradients that the optimizer receives, 0-dim and on the device; NaN if there are none."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if not gradients:
-        return math.nan
-    # Sharded and whole gradients, and those of several meshes, cannot be combined before their norms are.
-    of_mesh: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        of_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
-    norms = [torch.nn.utils.get_total_norm(each) for each in of_mesh.values()]
-    whole = [(norm.full_tensor() if hasattr(norm, "full_tensor") else norm).detach() for norm in norms]
-    norm = whole[0] if len(whole) == 1 else torch.linalg.vector_norm(torch.stack([each.to(whole[0]) for each in whole]))
-    return _unscaled(optimizer, norm)
+    parts = HeldParts(optimizer)
+    if parts.are_split:
+        parts.settle()
+        square, n = summed(gradient_square(parts))
+        return torch.where(n > 0, square.sqrt(), math.nan)
+    gradients = [local_part(each.grad) for each in optimizer.parameters if each.grad is not None]
+    return _unscaled(optimizer, torch.nn.utils.get_total_norm(gradients).detach()) if gradients else math.nan
 
 
 def _joined(tensors: Sequence[Tensor | None], *, copies: bool = False) -> Tensor:
@@ -338,17 +349,3 @@ def _unscaled(optimizer: JointOptimizer, gradient: Tensor) -> Tensor:
     """Return the gradient without the scale of a gradient scaler, which a fused optimizer removes only in its step."""
     scale = getattr(optimizer, "grad_scale", None)
     return gradient if scale is None else gradient / scale
-
-
-def _is_sharded(weight: Any) -> bool:
-    return (hasattr(weight, "to_local") or hasattr(weight, "_fsdp_flattened")) and distributed.is_initialized()
-
-
-def _part_weight(weight: Any) -> float:
-    """Return 1 over the number of ranks that hold the same part of a parameter, for sums over all ranks."""
-    if not _is_sharded(weight) or not hasattr(weight, "to_local"):  # FSDP1 gives each entry to one rank
-        return 1.0
-    n_parts = math.prod(
-        weight.device_mesh.size(dim) for dim, placement in enumerate(weight.placements) if placement.is_shard()
-    )
-    return n_parts / distributed.get_world_size()
