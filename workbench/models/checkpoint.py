@@ -154,7 +154,13 @@ def open_checkpoint(
 
 
 @checked
-def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+def save_checkpoint(
+    model: nn.Module | Subject,
+    folder: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    _state: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
     """Save a model of the zoo as config.json and model.safetensors, which `open_checkpoint` reads.
 
     Args:
@@ -204,7 +210,7 @@ def save_checkpoint(model: nn.Module | Subject, folder: str | os.PathLike[str], 
     config = {ZOO_KEY: options.pop("family"), **options}
     if isinstance(tokenizer, ByteTokenizer):
         config[TOKENIZER_KEY] = tokenizer.name
-    state = model.state_dict()
+    state = model.state_dict() if _state is None else _state
     tied = tied_names(state)
     weights = {name: tensor.contiguous() for name, tensor in state.items() if name not in tied}
     try:
@@ -497,15 +503,36 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return found[max(found)] if found else None
 
 
+def is_sharded(value: Any) -> bool:
+    """Return whether a value is a tensor of which each rank holds a part, without importing what torch needs for it."""
+    return hasattr(value, "full_tensor")
+
+
+def divided(value: Any, like: Any) -> Any:
+    """Return a complete tensor sharded as another one of its shape; other values as they are."""
+    if not is_sharded(like) or not isinstance(value, torch.Tensor) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
 def load_weights(model: nn.Module, place: Path) -> None:
     """Load the weights of a checkpoint into a model of the same shape."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_model
+    from safetensors.torch import load_file, load_model
 
     is_parametrized = any(parametrize.is_parametrized(module) for module in model.modules())
     file = place / (PARAMETRIZED if is_parametrized else "model.safetensors")
     try:
-        load_model(model, file)
+        if any(map(is_sharded, model.parameters())):
+            state, saved = model.state_dict(), load_file(file)
+            with torch.no_grad():
+                for name, value in state.items():
+                    if name in saved:  # only one of several tied parameters is
+                        value.copy_(divided(saved[name], value))
+        else:
+            load_model(model, file)
     except (OSError, SafetensorError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
         raise CheckpointError(

@@ -120,9 +120,9 @@ class PassResult:
     logits: Tensor
     _read: list[list[float]] = field(default_factory=list, init=False, repr=False)
 
-    def read(self, also: Sequence[Tensor] = ()) -> list[float]:
-        """Read the losses, and return the numbers in other tensors, which are read together with them."""
-        numbers = iter(read_numbers([*chain(*self.losses), *also]))
+    def read(self, also: Sequence[Tensor] = (), means: Callable[[Sequence[float]], list[float]] = list) -> list[float]:
+        """Read the losses, and return the numbers in other tensors, read together; ``means`` are those over ranks."""
+        numbers = iter(means(read_numbers([*chain(*self.losses), *also])))
         self._read[:] = [[next(numbers) for _ in part] for part in self.losses]
         return [*numbers]
 

@@ -21,14 +21,16 @@ from workbench.io.run_output import RecordingWarning, RunOutput
 from workbench.io.run_parts import Lost
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
-from workbench.models.calling import call_model, on_device_of
-from workbench.models.checkpoint import latest_checkpoint, load_weights
+from workbench.models.calling import bare, call_model, on_device_of
+from workbench.models.checkpoint import divided, latest_checkpoint, load_weights
 from workbench.models.losses import accuracy_on_device, auxiliary_loss, prediction_of
 from workbench.models.probing import parts_of
 from workbench.probes.failed_pass import Around, LossOf, first_bad_tensor
 from workbench.schema.events import Event
 from workbench.tasks.random_stream import RandomStream
+from workbench.tasks.user_data import DataTask, OneShotTask
 from workbench.training.callback import Callback, CallbackGroup, PassFunction, PassResult, StepRecord, TrainingRun
+from workbench.training.ranks import Ranks, replicated, whole
 from workbench.training.recording import (
     Recording,
     SpectraTaker,
@@ -73,17 +75,18 @@ class Training:
         overwrite: bool = False,
     ) -> None:
         self.model, self.task, self.plan, self.recording, self.loss = model, task, plan, recording, loss
+        self.ranks, self._bare = Ranks(model), bare(model)
         self.callbacks = CallbackGroup(callbacks)
         self.device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         if plan.precision == "float16" and self.device.type != "cuda":
             raise OptionError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
-        self.optimizer = plan.optimizer_for(model)
+        self.optimizer = plan.optimizer_for(self._bare)
         if plan.precision == "float16" and _is_two_pass(self.optimizer):
             raise OptionError(
                 "float16 scales one gradient per step, but SAM needs two; choose 'bfloat16' or 'float32'."
             )
         self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.random = RandomStream(plan.seed, device=self.device)
+        self.random = RandomStream(plan.seed + self.ranks.rank, device=self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")
         self.step = 0
         self._overwrite = overwrite
@@ -91,6 +94,8 @@ class Training:
         self._early_events: list[Event] = []  # events before the output exists
         self._output = RunOutput(None)
         self._lacks_checkpoint = False
+        # Data of the user's own are those of each rank, a task of the workbench gives the batch of all.
+        self._has_own_batches = isinstance(task, DataTask | OneShotTask)
         self._kept: tuple[Any, Tensor] | None = None
         self._failed_at = ""
         self.run = TrainingRun(
@@ -105,11 +110,11 @@ class Training:
         )
         self.callbacks.setup(self.run)
         try:
-            self.configuration = describe_run(model, task, plan, recording, loss, self.callbacks.callbacks)
+            self.configuration = describe_run(self._bare, task, plan, recording, loss, self.callbacks.callbacks)
             if resume:
                 self._restore()
             else:
-                check_places(recording, overwrite=overwrite)
+                self.ranks.on_first(partial(check_places, recording, overwrite=overwrite))
         except BaseException:
             self.callbacks.end(self.run, is_broken=True)
             raise
@@ -131,20 +136,26 @@ class Training:
         for where, recorded in found.items():
             remedy = "resume with the same configuration, or start another run"
             require_same(recorded, self.configuration, where=f"The run at {where} has", now="this call", remedy=remedy)
-        check_checkpoint_folder(self.recording)
+        self.ranks.on_first(partial(check_checkpoint_folder, self.recording))
         names = [callback.name for callback in self.callbacks]
         if missing := [name for name in state.callbacks if name not in names]:
             raise StoreError(
                 f"The run at {place} was trained with {listed(_TITLES.get(name, name) for name in missing)}; resume "
                 "with the same callbacks, or start another run."
             )
+        if (n_ranks := len(state.random.get("ranks", [0]))) != self.ranks.n:
+            raise CheckpointError(
+                f"The checkpoint {place} was written by {n_ranks} processes, but {self.ranks.n} resume it; start as many."
+            )
         try:  # before the parameters, which must not be replaced by those of a damaged checkpoint
-            self.optimizer.load_state_dict(state.optimizer)
+            self.optimizer.load_state_dict(self._divided(state.optimizer))
             self.scaler.load_state_dict(state.scaler)
-            self.random.load_state_dict(state.random)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            self.random.load_state_dict(
+                state.random["ranks"][self.ranks.rank] if self.ranks.are_several else state.random
+            )
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise damaged(place, error) from error
-        load_weights(self.model, place)
+        load_weights(self._bare, place)
         for callback in self.callbacks:
             if callback.name in state.callbacks:
                 callback.load_state_dict(state.callbacks[callback.name])
@@ -158,7 +169,7 @@ class Training:
         if self.recording.spectra_every:
             n_tokens = options.get("n_snapshots", 2048) or 2048
             inputs = self.task.probe(n_tokens) if self.recording.probe is None else self.recording.probe
-            taker = SpectraTaker(self.model, inputs, options)
+            taker = SpectraTaker(self._bare, inputs, options)
         was_training = self.model.training
         state, is_step_complete = "interrupted", True
         try:
@@ -184,7 +195,7 @@ class Training:
                     state = "finished"
                     return
                 is_step_complete = False
-                record = self._step(*batch)
+                record = self._step(*(batch if self._has_own_batches else self.ranks.own_rows(batch)))
                 is_step_complete = True
                 if record.diverged and taker is not None and not is_due:
                     spectra = self._spectra(taker, record.step)
@@ -234,10 +245,13 @@ class Training:
 
     def _open_output(self) -> None:
         every, store = self.recording.flush_every, self.recording.store
-        if self._is_resumed:
-            writer = None if store is None else RunWriter.reopen(store, before_step=self.step)
-        else:
-            writer = open_writer(self.recording, self.configuration, overwrite=self._overwrite)
+
+        def opened() -> RunWriter | None:
+            if self._is_resumed:
+                return None if store is None else RunWriter.reopen(store, before_step=self.step)
+            return open_writer(self.recording, self.configuration, overwrite=self._overwrite)
+
+        writer = self.ranks.on_first(opened)
         self._output = self.run.output = RunOutput(writer, rows_per_block=every)
 
     def _record_resumption(self, store: Path) -> None:
@@ -251,6 +265,15 @@ class Training:
             n_rows = self.step - first
             message = Lost(first, self.step - 1, n_rows, "the run ended before they were written").message("monitors")
             self._record_event("gap", source="monitors", score=n_rows, message=message)
+
+    def _divided(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of the optimizer sharded as its parameters are."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        by_place = {
+            place: {name: divided(value, parameters[place]) for name, value in kept.items()}
+            for place, kept in state["state"].items()
+        }
+        return state | {"state": by_place}
 
     def _step(self, inputs: Any, targets: Any) -> StepRecord:
         """Run a forward and a backward pass, and the update unless the step diverged."""
@@ -271,9 +294,13 @@ class Training:
             cause = self._cause(given.loss if given.is_finite else math.nan, grad_norm)
             if not cause or not (self.plan.stops_at_divergence or cause == "non-finite"):
                 self._update(inputs, targets, given.loss, grad_norm)
-            if cause == "non-finite" and self._output.path is not None:
+            if cause == "non-finite" and self.recording.store is not None:  # on every rank
                 total = partial(self._total, inputs, targets)
-                self._failed_at = place_of_failure(self.model, total, around=self.callbacks.around_pass)
+                place = place_of_failure(self.model, total, around=self.callbacks.around_pass)
+                places = {rank: each for rank, each in enumerate(self.ranks.each(place)) if each}
+                self._failed_at = next((f"Rank {rank}: {each}" for rank, each in places.items()), "")
+                if not self.ranks.are_several or len(places) == self.ranks.n:
+                    self._failed_at = places.get(0, "")
         return StepRecord(
             step=self.step,
             loss=given.loss,
@@ -306,7 +333,7 @@ class Training:
             one_pass = partial(callback.run_pass, one_pass)
         given = one_pass(inputs, targets)
         # The accuracy is missing if it is not defined.
-        grad_norm, accuracy = (*given.read(self._measures_of(given.logits, targets)), math.nan)[:2]
+        grad_norm, accuracy = (*given.read(self._measures_of(given.logits, targets), self.ranks.means), math.nan)[:2]
         if not given.is_finite:
             self.optimizer.zero_grad(set_to_none=True)
         return given, grad_norm if given.is_finite else math.nan, accuracy
@@ -337,14 +364,14 @@ class Training:
             output = call_model(model, inputs)
             logits = prediction_of(output)
             task_loss = self.loss(logits, targets)
-            auxiliary = self.callbacks.auxiliary_loss(task_loss, auxiliary_loss(model, output))
+            auxiliary = self.callbacks.auxiliary_loss(task_loss, auxiliary_loss(bare(model), output))
             return task_loss, auxiliary, logits
 
     def _grad_norm(self) -> Tensor:
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:
-            return torch.nn.utils.get_total_norm(gradients)
+        if self.ranks.are_several or len({(gradient.device, gradient.dtype) for gradient in gradients}) != 1:
+            return whole(torch.nn.utils.get_total_norm(gradients))
         # The same for tensors of one kind, without sorting them.
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
@@ -369,7 +396,8 @@ class Training:
     def _clip(self, largest: float, grad_norm: Tensor) -> None:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         # In the default dtype also where the gradients are in bfloat16.
-        torch.nn.utils.clip_grads_with_norm_(parameters, largest, grad_norm.to(torch.get_default_dtype()))
+        norm = replicated(grad_norm.to(torch.get_default_dtype()), parameters[0])
+        torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
 
     def _closure(self, inputs: Any, targets: Tensor) -> Tensor:
         """Compute loss and gradients again, for an optimizer that evaluates them several times per step."""
@@ -414,16 +442,20 @@ class Training:
         folder = self.recording.written_checkpoints
         if folder is None:
             return
+        random = self.ranks.each(self.random.state_dict())
         state = TrainingState(
             step=self.step,
             configuration=self.configuration,
-            optimizer=self.optimizer.state_dict(),
+            optimizer=whole(self.optimizer.state_dict()),
             scaler=self.scaler.state_dict(),
-            random=self.random.state_dict(),
+            random={"ranks": random} if self.ranks.are_several else random[0],
             callbacks=callback_states,
         )
+        weights = whole(self._bare.state_dict()) if self.ranks.are_several else None
+        if self.ranks.rank:
+            return
         try:
-            write_checkpoint(self.model, state, folder)
+            write_checkpoint(self._bare, state, folder, weights)
         except StoreError as error:
             message = f"There is no checkpoint of step {state.step}: {error}"
             self._record_event("gap", source="checkpoint", message=message)

@@ -268,12 +268,14 @@ class TrainingState:
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def write_checkpoint(model: nn.Module, state: TrainingState, folder: Path) -> Path:
-    """Write a checkpoint atomically, as ``folder/step-00000500``."""
+def write_checkpoint(
+    model: nn.Module, state: TrainingState, folder: Path, weights: Mapping[str, Tensor] | None = None
+) -> Path:
+    """Write a checkpoint atomically, as ``folder/step-00000500``; ``weights`` replace those of a sharded model."""
     place = folder / f"step-{state.step:08d}"
     with replacing(place) as partial, _as_store_error(place):
         partial.mkdir()
-        _save_weights(model, partial)
+        _save_weights(model, partial, weights)
         kept = {**vars(state), "configuration": json.dumps(dict(state.configuration))}
         try:
             torch.save(kept, partial / _STATE)
@@ -342,7 +344,7 @@ def _write_error(place: Path, error: BaseException) -> StoreError:
     return StoreError(f"{place} cannot be written ({reason}); check its folder and the free space.")
 
 
-def _save_weights(model: nn.Module, folder: Path) -> None:
+def _save_weights(model: nn.Module, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
     from safetensors.torch import save_file
 
     from workbench.models.checkpoint import save_checkpoint
@@ -352,9 +354,9 @@ def _save_weights(model: nn.Module, folder: Path) -> None:
         save_file(_untied(model), folder / PARAMETRIZED)
         model = plain_copy(model)
     if is_zoo_model(model):
-        save_checkpoint(model, folder)
+        save_checkpoint(model, folder, _state=weights)
         return
-    save_file(_untied(model), folder / "model.safetensors")
+    save_file(_untied(model, weights), folder / "model.safetensors")
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
@@ -362,10 +364,10 @@ def _save_weights(model: nn.Module, folder: Path) -> None:
         config.save_pretrained(folder)
 
 
-def _untied(model: nn.Module) -> dict[str, Tensor]:
+def _untied(model: nn.Module, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Return the state dict with each shared tensor once, under the name by which Hugging Face loads it."""
     hugging_face_drops = getattr(model, "_tied_weights_keys", None) or ()
-    state = model.state_dict()
+    state = model.state_dict() if weights is None else weights
     kept: dict[tuple[int, torch.Size] | str, str] = {}
     for name in sorted(state, key=lambda name: name in hugging_face_drops):
         kept.setdefault((state[name].data_ptr(), state[name].shape) if state[name].numel() else name, name)
