@@ -109,7 +109,7 @@ def test_the_evidence_supports_the_cause():
     found = attributor.attribute({RANK: 2.0, RATIO: 0.1})
     assert found.cause == "low_precision_attention"
     assert found.evidence[0].startswith("effective_rank D2 has fallen (2 times")
-    assert found.message.startswith("This looks like low precision attention (")
+    assert found.message.startswith("This looks like low precision attention: ")
     assert sum(found.probability.values()) == pytest.approx(1)
     assert next(iter(found.probability)) == found.cause
     assert attributor.attribute({RATIO: 2.0}).evidence[0].startswith("update_ratio has risen")

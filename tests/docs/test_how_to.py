@@ -17,6 +17,7 @@ RUN = {
     "sweep_on_a_cluster": True,
     "calibrate_alarms": True,
     "assess_in_ci": True,
+    "use_the_command_line": True,
 }
 
 

@@ -180,7 +180,7 @@ def test_alarms_are_told_in_words_with_what_they_point_to_and_what_was_done(make
     ]
     assert (alarm["kind"], alarm["step"]) == ("alarm", 12)
     assert alarm["text"] == "The learning rate rose from 0.01 to 0.2 at step 12; the planned value is 0.01."
-    assert cause["text"].startswith("This looks like large rate (")
+    assert cause["text"].startswith("This looks like large rate: ")
     (acted, *_) = [line for line in live.alarm_list.lines if line["kind"] == "action"]
     assert acted["text"] == "The learning rate was reduced to 0.1 times the planned one."
     assert all(line["run"] == WITH_FAULTS for line in live.alarm_list.lines if line["kind"] == "action")

@@ -145,7 +145,7 @@ class Training:
             )
         if (n_ranks := len(state.random.get("ranks", [0]))) != self.ranks.n:
             raise CheckpointError(
-                f"The checkpoint {place} was written by {n_ranks} processes, but {self.ranks.n} resume it; start as many."
+                f"{place} was written by {n_ranks} processes, but {self.ranks.n} resume it; start as many."
             )
         try:  # before the parameters, which must not be replaced by those of a damaged checkpoint
             self.optimizer.load_state_dict(self._divided(state.optimizer))

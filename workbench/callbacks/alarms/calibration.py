@@ -13,7 +13,6 @@ import numpy as np
 from workbench.callbacks.alarms.run_evidence import RunEvidence, observations
 from workbench.callbacks.alarms.watched import WATCHED
 from workbench.errors import OptionError
-from workbench.formatting import percent
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
 from workbench.option_kinds import PositiveInt, Remedy, above
@@ -239,15 +238,13 @@ class Attribution:
 
     @property
     def score(self) -> float:
-        """Probability of the cause; NaN if it is unknown, or a fact."""
+        """Score of the cause among the known faults, 0 to 1; NaN if it is unknown, or a fact."""
         return self.probability.get(self.cause, math.nan)
 
     @property
     def summary(self) -> str:
-        """The cause and its probability in a few words."""
-        if self.cause == UNKNOWN:
-            return UNKNOWN
-        return self.cause.replace("_", " ") + ("" if math.isnan(self.score) else f" ({percent(self.score)})")
+        """The cause in a few words, without its score, which is no probability for a run of another kind."""
+        return self.cause.replace("_", " ")
 
     @property
     def message(self) -> str:
