@@ -170,7 +170,55 @@ def sharded_gradients(rank, folder):
     return checked(rank, shards=True)
 
 
+class SumOverRanks(torch.autograd.Function):
+    """Sum of partial outputs; its gradient is that of the sum."""
+
+    @staticmethod
+    def forward(ctx, part):
+        whole = part.clone()
+        distributed.all_reduce(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class SplitByHand(torch.nn.Module):
+    """Tensor parallelism as in Megatron: columns, then rows, held as plain tensors; the bias is on every rank."""
+
+    def __init__(self, rank):
+        super().__init__()
+        generator = torch.Generator().manual_seed(rank)
+        self.up = torch.nn.Parameter(torch.randn(8, 4, generator=generator))
+        self.down = torch.nn.Parameter(torch.randn(4, 8, generator=generator))
+        self.bias = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return SumOverRanks.apply(torch.tanh(x @ self.up.T) @ self.down.T) + self.bias
+
+
+def split_by_hand(rank, folder):
+    """Parts of one model are not replicas whose gradients would have to be reduced."""
+    subject, alarms = SplitByHand(rank), wb.Alarms()
+    optimizer = torch.optim.AdamW(subject.parameters(), lr=1e-2)
+    heard = []
+    recording = wb.Recorder(every={"reduction": 2}, alarms=alarms)
+    recording.observe(heard.append)
+    with recording.attach(subject, optimizer):
+        for i in range(N_STEPS):
+            inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(100 + i))
+            optimizer.zero_grad()
+            loss = (subject(inputs) - inputs.roll(1, 1)).square().mean()
+            loss.backward()
+            recording.log(loss=loss)
+            optimizer.step()
+    verdicts = [float(each.values["gradient_verdict"]) for each in heard if each.part == "reduction"]
+    return [alarm.message for alarm in alarms.raised], verdicts
+
+
 SCENARIOS = {
+    "split by hand": split_by_hand,
     "ddp": in_ddp,
     "fsdp": in_fsdp,
     "fsdp plain": plain_fsdp,

@@ -126,3 +126,10 @@ def test_a_rank_whose_gradients_are_lost_is_named(ranks):
         assert rank["sharded gradients"] == ([], [0.0, 0.0, 0.0])
         (message,), _ = rank["lost gradients"]
         assert message.startswith("The gradients of rank 1 are missing in 100 % of the parameters")
+
+
+def test_parts_that_are_split_by_hand_are_not_taken_for_replicas(ranks):
+    for rank in ranks:
+        alarms, verdicts = rank["split by hand"]
+        assert (alarms, len(verdicts)) == ([], 3)
+        assert set(verdicts) == {0.0}

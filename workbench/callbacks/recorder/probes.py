@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from workbench.callbacks.recorder.batch_watch import few_examples
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters
-from workbench.callbacks.recorder.options import jointly
+from workbench.callbacks.recorder.options import jointly, summed_over_ranks
 from workbench.errors import OptionError, SnapshotError
 from workbench.models.anatomy import Anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable
@@ -272,6 +272,8 @@ _UNKNOWN = {
 
 #: Largest number of parameters whose gradients are compared in turn, and of wrong ones that are compared again.
 _N_IN_TURN, _N_AGAIN = 32, 8
+#: Relative difference between norms of the same parameter on two ranks.
+_SAME = 1e-5
 
 
 class ReductionCollector:
@@ -289,13 +291,16 @@ class ReductionCollector:
         self._wrong: list[int] = []
         with suppress(OptionError):  # parameters that are sharded in another way, or a device without float64
             self._projections = GradientProjections(self._parameters, model=model)
+        self._replicas = _replicas(self._parameters)
+        if not self._replicas:
+            self._projections = None
 
     def arm(self) -> None:
         """Register hooks before the first backward pass of a step that is measured."""
         if self._projections is not None and not self._projections.is_armed:
-            n_groups = -(-len(self._parameters) // _N_IN_TURN)
+            n_groups = -(-len(self._replicas) // _N_IN_TURN)
             turn, first = divmod(self._n_taken, n_groups)
-            group = range(first, len(self._parameters), n_groups)
+            group = self._replicas[first::n_groups]
             self._projections.arm(sorted({*group, *self._wrong}), turn=turn)
 
     def note_update(self) -> None:
@@ -350,6 +355,27 @@ class ReductionCollector:
             "missing_pass": float(min(found.missing_passes, default=math.nan)),
             "receiving_rank": _one_of(found.receivers if found.verdict.is_fault else (), len(found.weights)),
         }
+
+
+def _replicas(parameters: Sequence[Tensor]) -> list[int]:
+    """Return the places of parameters whose gradients are reduced over ranks: not those that are parts of one model.
+
+    Code that splits a model by hand holds its parts as plain tensors, which differ between ranks from the beginning.
+    """
+    places = [*range(len(parameters))]
+    if not is_shared() or any(hasattr(each, "placements") for each in parameters):
+        return places
+    n, n_ranks = len(parameters), distributed.get_world_size()
+    n_all, n_squares = summed_over_ranks(np.array([n, n * n], dtype=np.float64))
+    if n_squares * n_ranks != n_all**2:  # stages of a pipeline
+        return []
+    own = np.zeros((n_ranks, 2, n))
+    own[distributed.get_rank()] = [
+        [float(value) for value in torch._foreach_norm([p.detach() for p in parameters], order)] for order in (1, 2)
+    ]
+    norms = summed_over_ranks(own)
+    is_same = np.isclose(norms, norms[:1], rtol=_SAME, atol=0, equal_nan=True).all((0, 1))
+    return [place for place in places if is_same[place]]
 
 
 def _of_known_answer(answer: KnownAnswer) -> dict[str, float]:
