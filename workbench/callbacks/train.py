@@ -147,7 +147,7 @@ def train(
         loss_limit: Loss above which the run has diverged (RKSP's label: 50).
         grad_norm_limit: Norm of all gradients, before clipping, above which the run has diverged (RKSP's label: 500).
         stops_at_divergence: Whether divergence ends the run; otherwise it continues while all values are finite.
-        store: Path of the run's Zarr store; None writes nothing.
+        store: Path of the run's Zarr store, or a URL as in `workbench.watch`; None writes nothing.
         flush_every: Steps per block of the store. A killed process loses at most the last block, provided that the
             disk works.
         spectra_every: Steps between spectra of the residual stream, from step 0 on; None takes none. Spectra are also

@@ -23,6 +23,7 @@ from workbench.callbacks.recorder.joint_optimizer import optimizers_in
 from workbench.callbacks.recorder.options import is_first, meet, of_first_rank
 from workbench.callbacks.recorder.watched_contracts import WatchedContracts
 from workbench.formatting import listed, number_in_words
+from workbench.io.run_copy import store_path
 from workbench.models.calling import bare
 from workbench.option_checks import checked
 from workbench.option_kinds import Level, PositiveFloat, PositiveInt
@@ -288,7 +289,9 @@ def watch(
             ``Trainer`` of Hugging Face or Lightning, before it trains.
         optimizer: Optimizer of the model, or a list, tuple or mapping of all of them; None for a ``Trainer``, which
             creates its own.
-        store: Path of the store; None for a new one in ``runs/``, named after the model and the time.
+        store: Path of the store; None for a new one in ``runs/``, named after the model and the time. Or a URL for
+            fsspec, such as ``"s3://bucket/run.zarr"``: the run is written to a store in ``runs/``, and another process
+            copies it, so that a slow or broken link does not touch the training.
         every: Steps between two measurements of the parts that shall not follow the budget, see `workbench.Recorder`.
         budget: Share of the training time that watching may take, see `workbench.Recorder`; ``watched.cost`` reports
             what it takes. What is recorded or examined less often for it is shown with the status.
@@ -342,7 +345,7 @@ def watch(
     meet("wb.watch")
     name = type(bare(module) if isinstance(module, nn.Module) else module).__name__
     name = f"{re.sub('[^A-Za-z0-9]+', '_', name)}_{datetime.now().astimezone():%Y%m%d_%H%M%S_%f}.zarr"
-    path = Path("runs", of_first_rank(name)) if store is None else Path(store)
+    path = Path("runs", of_first_rank(name)) if store is None else store_path(store)
     watched = Watch(
         path,
         every=every,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import StoreError
-from workbench.io.files import FileKind, as_path
+from workbench.io.far_places import FarPlace, Stamp, place_of
+from workbench.io.files import FileKind
 from workbench.io.run_lock import has_writer
-from workbench.io.watched_store import WatchedStore
 from workbench.schema.events import Event
 from workbench.schema.statuses import RunState
 
@@ -24,8 +27,15 @@ if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
+    from workbench.io.watched_store import FarStore, WatchedStore
+
 #: Folder of the index, beside the runs: one file for each, named after its store.
 INDEX = ".index"
+#: In an index far away: the file with all entries; what it leaves out at most; seconds within which an entry may change
+#: unseen; and files read at once.
+ALL, _MANY, _CLOSE, _N_AT_ONCE = ".all.json", 20, 2.0, 8
+#: Seconds without a sign of life after which a writer far away may be gone.
+_GONE = 60.0
 _RUN = FileKind("an undamaged run", "check the path, or write it again with wb.save()", most_bytes=1 << 40)
 #: Events that say what an alarm is about.
 _ALARMS = ("alarm", "attribution")
@@ -37,7 +47,8 @@ def status_of(run: str | os.PathLike[str] | xr.DataTree) -> dict[str, Any]:
 
     Returns:
         ``path``, ``name``, ``subject``; ``state``, one of `RunState`; ``step``, ``loss`` and ``learning_rate`` of the
-        last row; ``started`` and ``last_written``, ISO 8601 in UTC; ``n_alarms``; ``first_alarm`` with ``step``,
+        last row; ``started``, ``last_written`` and, for a run that is copied, ``last_heard``, the last sign of life of
+        its writer, ISO 8601 in UTC by the clock there; ``n_alarms``; ``first_alarm`` with ``step``,
         ``source``, ``message``, ``layer`` and ``head``; ``cause`` with ``name``, ``score`` and ``message``, as
         attributed to the first alarm; ``contracts_failed``, their names; ``cost``, the share of the training time that
         watching takes. None is what is not known.
@@ -46,19 +57,17 @@ def status_of(run: str | os.PathLike[str] | xr.DataTree) -> dict[str, Any]:
         StoreError: If there is no run at the path, or it is damaged.
     """
     if not isinstance(run, str | os.PathLike):
-        return _facts(run.attrs, _reader_of_tree(run)) | {"path": "", "name": "", "last_written": None}
-    path = as_path(run)
-    if not (path / "zarr.json").exists():
+        about = {"path": "", "name": "", "last_written": None, "last_heard": None}
+        return about | _facts(run.attrs, _reader_of_tree(run))
+    place = place_of(run)
+    if isinstance(place, FarPlace):
+        return _told(place, _far_entry(place, _object(place.beside(INDEX, f"{place.name}.json").read())))
+    if not (place / "zarr.json").exists():
         from workbench.io.store import open_run_or_log
 
-        tree = open_run_or_log(path)  # which raises the error, if there is no run
-        about = {"path": str(path), "name": path.stem, "last_written": _time(path.stat().st_mtime)}
-        return _facts(tree.attrs, _reader_of_tree(tree)) | about
-    found = _entry_of(path)
-    if found is None:
-        found = _read(path)
-        write_entry(path, found)
-    return _told(path, found)
+        tree = open_run_or_log(place)  # which raises the error, if there is no run
+        return _told(place, _facts(tree.attrs, _reader_of_tree(tree)) | {"written": place.stat().st_mtime})
+    return _told(place, _entry_of(place) or _read(place))
 
 
 def list_runs(folder: str | os.PathLike[str]) -> pd.DataFrame:
@@ -68,7 +77,7 @@ def list_runs(folder: str | os.PathLike[str]) -> pd.DataFrame:
     is older than its store, is read from the store.
 
     Args:
-        folder: Folder of stores.
+        folder: Folder of stores, or its URL for fsspec, such as ``"s3://bucket/runs"``.
 
     Returns:
         One row for each run, indexed by its name and sorted by the last change, the latest first, with the columns
@@ -92,19 +101,8 @@ def list_runs(folder: str | os.PathLike[str]) -> pd.DataFrame:
     """
     import pandas as pd
 
-    folder = as_path(folder)
-    try:
-        stores = [
-            Path(each.path) for each in os.scandir(folder) if os.path.exists(os.path.join(each.path, "zarr.json"))
-        ]
-    except OSError as error:
-        raise StoreError(f"{folder} cannot be listed ({error.strerror}); pass a folder that contains runs.") from error
-    rows = []
-    for store in stores:
-        try:
-            rows.append(status_of(store))
-        except StoreError:
-            rows.append({"path": str(store), "name": store.stem, "state": "unreadable"})
+    place = place_of(folder, "folder")
+    rows = _rows_far(place) if isinstance(place, FarPlace) else _rows_here(place)
     rows.sort(key=lambda row: (row.get("last_written") or "", row["name"]), reverse=True)
     return pd.DataFrame([_row(row) for row in rows], columns=["name", *_COLUMNS]).set_index("name").astype(_COLUMNS)
 
@@ -189,7 +187,7 @@ def _reader_of_tree(run: xr.DataTree) -> _Reader:
     return read
 
 
-def _reader_of_store(store: WatchedStore) -> _Reader:
+def _reader_of_store(store: WatchedStore | FarStore) -> _Reader:
     """Return a function that reads one column of a store, of the monitors the last row alone."""
     import zarr
 
@@ -206,32 +204,161 @@ def _reader_of_store(store: WatchedStore) -> _Reader:
     return read
 
 
+def _rows_here(folder: Path) -> list[dict[str, Any]]:
+    """Return the status of each run in a folder."""
+    try:
+        stores = [Path(each.path) for each in os.scandir(folder) if os.path.exists(f"{each.path}/zarr.json")]
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be listed ({error.strerror}); pass a folder that contains runs.") from error
+    rows = []
+    for store in stores:
+        try:
+            rows.append(status_of(store))
+        except StoreError:
+            rows.append({"path": str(store), "name": store.stem, "state": "unreadable"})
+    return rows
+
+
+def _rows_far(folder: FarPlace) -> list[dict[str, Any]]:
+    """Return the status of each run in a folder far away, from as few files as possible."""
+    entries = far_entries(folder)
+
+    def row(name: str) -> dict[str, Any] | None:
+        place = folder.within(name)
+        entry = entries.get(f"{name}.json")
+        try:
+            if entry is None and place.stamp("zarr.json") is None:
+                return None  # another folder
+            # What a writer leaves behind that was cut off may be older than its store.
+            is_final = entry is not None and (entry["state"] != RunState.RUNNING or is_alive(entry))
+            return _told(place, entry if entry is not None and is_final else _far_entry(place, entry))
+        except StoreError:
+            return {"path": str(place), "name": _stem(name), "state": "unreadable"}
+
+    names = [name[:-1] for name in folder.listed() if name.endswith("/") and not name.startswith(".")]
+    if not names and not entries:
+        raise StoreError(f"{folder} cannot be listed (it is empty, or missing); pass a folder that contains runs.")
+    with ThreadPoolExecutor(_N_AT_ONCE) as pool:
+        return [each for each in pool.map(row, names) if each is not None]
+
+
+def far_entries(folder: FarPlace) -> dict[str, dict[str, Any] | None]:
+    """Return the entries of the index of a folder far away by their names; None is one that cannot be used.
+
+    Most come from one file with all entries, which writers renew now and then; those that have changed since then, or
+    within its last seconds, are read one by one.
+    """
+    stamps = folder.listed(INDEX)
+    known = _object(folder.read(f"{INDEX}/{ALL}")) if ALL in stamps else {}
+    at = stamps.pop(ALL, Stamp("", None)).seconds or 0.0
+    found: dict[str, dict[str, Any] | None] = {}
+    for name, stamp in stamps.items():
+        one = known.get(name)
+        is_old = stamp.seconds is not None and stamp.seconds < at - _CLOSE
+        if isinstance(one, dict) and is_old and one.get("at") == stamp.text and one["entry"].keys() >= _IN_ENTRY:
+            found[name] = one["entry"]
+    changed = [name for name in stamps if name.endswith(".json") and name not in found]
+    with ThreadPoolExecutor(_N_AT_ONCE) as pool:
+        for name, content in zip(changed, pool.map(lambda name: folder.read(f"{INDEX}/{name}"), changed), strict=True):
+            entry = _object(content)
+            found[name] = entry if entry.keys() >= _IN_ENTRY else None
+    if len(changed) > _MANY:
+        found[ALL] = {name: {"at": stamps[name].text, "entry": entry} for name, entry in found.items()}
+    return found
+
+
+def _far_entry(place: FarPlace, entry: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the entry of a store far away if it is of its last block; else what its store says."""
+    from workbench.io.watched_store import FarStore
+
+    store = FarStore(place)
+    if entry and entry.keys() >= _IN_ENTRY and entry["digest"] == digest_of(store.root):
+        return dict(entry)
+    with _RUN.reading(place):
+        found = _facts(store.attrs, _reader_of_store(store))
+    return found | {"written": None if store.stamp is None else store.stamp.seconds}
+
+
 def _read(path: Path) -> dict[str, Any]:
-    """Return the entry of a run as read from its store."""
+    """Make the entry of a store again from its content."""
+    from workbench.io.watched_store import WatchedStore
+
     with _RUN.reading(path):
-        stamp = stamp_of(path)
+        stamp, root = stamp_of(path), (path / "zarr.json").read_bytes()
         store = WatchedStore(path)
         found = _facts(store.metadata.get("attributes") or {}, _reader_of_store(store))
-        return found | {"stamp": stamp}
+    found |= {"stamp": stamp, "digest": digest_of(root), "written": stamp[0] / 1e9}
+    write_entry(path, found)
+    return found
 
 
-def _told(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the status of a local run from its entry, with what changes without being written."""
-    found = {name: value for name, value in entry.items() if name != "stamp"}
-    if found["state"] == RunState.RUNNING and has_writer(path) is False:
+def _told(place: Path | FarPlace, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the status of a run from its entry, with what changes without being written."""
+    found = {name: value for name, value in entry.items() if name not in ("stamp", "digest", "written", "copier")}
+    if found["state"] == RunState.RUNNING and isinstance(place, Path) and has_writer(place) is False:
         found["state"] = str(RunState.UNCLOSED)
-    return {"path": str(path), "name": path.stem, "last_written": _time(entry["stamp"][0] / 1e9)} | found
+    about = {"path": str(place), "name": _stem(place.name), "last_written": _time(entry["written"])}
+    return about | {"last_heard": _time(entry.get("copier", {}).get("heard"))} | found
+
+
+def _time(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def is_alive(entry: Mapping[str, Any]) -> bool:
+    """Return whether the process that copies a run has given a sign of life in the last minute."""
+    heard = (entry.get("copier") or {}).get("heard", 0.0)
+    return entry.get("state") == RunState.RUNNING and abs(time.time() - heard) < _GONE
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".zarr")
 
 
 def stamp_of(path: Path) -> list[int]:
-    """Return what changes with each commit to a store."""
+    """Return what changes with each commit to a store here."""
     at = (path / "zarr.json").stat()
     return [at.st_mtime_ns, at.st_ino, at.st_size]
 
 
-def entry_path(path: Path) -> Path:
-    """Return the path of the entry of a store in the index."""
-    return path.parent / INDEX / f"{path.name}.json"
+def digest_of(root: bytes | None) -> str:
+    """Return what identifies the last commit to a store anywhere: a digest of its consolidated metadata."""
+    return hashlib.blake2b(root or b"", digest_size=8).hexdigest()
+
+
+class RunEntry:
+    """The entry of a run that is being written; a resumed run continues with the facts of its store."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        known = status_of(path)
+        self._n_alarms, self._events = known["n_alarms"], list[Event]()
+        self._last = {name: known[name] for name in ("step", "loss", "learning_rate")}
+        if (alarm := known["first_alarm"]) is not None:
+            self._events.append(Event(kind="alarm", **alarm))
+            if (cause := known["cause"]) is not None:
+                score = math.nan if cause["score"] is None else cause["score"]
+                self._events.append(Event(alarm["step"], "attribution", cause["name"], score, cause["message"]))
+
+    def row(self, step: int, values: Mapping[str, Any]) -> None:
+        """Take the metrics of an update."""
+        self._last = {"step": step, **{name: values.get(name) for name in ("loss", "learning_rate")}}
+
+    def event(self, event: Event) -> bool:
+        """Take an event, and return whether the entry changes with it."""
+        if event.kind not in _ALARMS:
+            return False
+        self._n_alarms += event.kind == "alarm"
+        is_later = event.kind == "alarm" and any(known.kind == "alarm" for known in self._events)
+        self._events += [] if is_later else [event]
+        return True
+
+    def write(self, attrs: Mapping[str, Any], root: bytes) -> None:
+        """Replace the entry, for the attributes and the metadata of the last commit."""
+        found = facts(attrs, self._last, self._events, self._n_alarms)
+        with contextlib.suppress(OSError):  # the store was removed
+            found |= {"stamp": stamp_of(self.path), "digest": digest_of(root), "written": time.time()}
+            write_entry(self.path, found)
 
 
 def write_entry(path: Path, entry: Mapping[str, Any]) -> None:
@@ -247,22 +374,34 @@ def write_entry(path: Path, entry: Mapping[str, Any]) -> None:
             new.unlink(missing_ok=True)
 
 
+def entry_path(path: Path) -> Path:
+    """Return the path of the entry of a store in the index."""
+    return path.parent / INDEX / f"{path.name}.json"
+
+
 def _entry_of(path: Path) -> dict[str, Any] | None:
-    """Return the entry of a store; None if there is none, or it is of an earlier block."""
+    """Return the entry of a store here; None if there is none, or it is of an earlier block."""
+    with contextlib.suppress(OSError):
+        entry = _object(entry_path(path).read_bytes())
+        return entry if entry.keys() >= _IN_ENTRY and entry["stamp"] == stamp_of(path) else None
+    return None
+
+
+def _object(content: bytes | None) -> dict[str, Any]:
+    """Return the object of a JSON file; empty if it is damaged."""
     try:
-        entry = json.loads(entry_path(path).read_bytes())
-        return entry if entry["stamp"] == stamp_of(path) and entry.keys() >= _IN_ENTRY else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        found = json.loads(content or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _number(value: Any) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    try:
+        return float(value) if math.isfinite(value) else None
+    except TypeError:
+        return None
 
 
 #: What an entry holds at least; those of other versions are made again.
-_IN_ENTRY = facts({}, {}, (), 0).keys()
+_IN_ENTRY = facts({}, {}, (), 0).keys() | {"stamp", "digest", "written"}

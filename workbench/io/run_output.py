@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import importlib
+import math
 import os
 import re
 import threading
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import StoreError
+from workbench.io.run_index import RunEntry
 from workbench.io.run_parts import Part, RecordedRow, WaitingRows, check_layout, events_part
 from workbench.io.run_writer import RunWriter
 from workbench.schema.events import Event
@@ -93,6 +95,8 @@ class RunOutput:
         #: Function that returns a context whose time is a cost of the observation, by its name.
         self.timed: Callable[[str], AbstractContextManager[Any]] = lambda part: nullcontext()
         self._trouble = ""
+        #: Function that returns what the observation has cost so far; None if it is not known.
+        self.share: Callable[[], float] | None = None
         self._is_gone = self._is_closed = self._is_uncommitted = False
         self._process = os.getpid()
         if writer is not None:
@@ -100,6 +104,8 @@ class RunOutput:
             self._parts["events"] = WaitingRows(events_part(None if layout is None else list(map(str, layout))))
             if layout is not None:
                 check_layout(self._parts["events"].empty(), layout, "events", "event", writer.path)
+            self._entry = RunEntry(writer.path)
+            self._entry.write(writer.attrs, writer.root)
             _open_outputs.add(self)
 
     def add(
@@ -131,6 +137,8 @@ class RunOutput:
                     self._warn_of_late_column(step, name)
                 values = kept
             self._put(part, self._parts[part].row(int(step), values))
+            if part == "monitors":
+                self._entry.row(int(step), values)
         except StoreError as error:
             self._give_up(part, step, error)
 
@@ -149,8 +157,11 @@ class RunOutput:
 
     def event(self, event: Event) -> None:
         """Write an event; ``layer`` and ``head`` are omitted if the events in the store lack them."""
-        if self._is_open():
+        if self._is_open() and self._writer is not None:
             self._put("events", self._event_row(event))
+            if self._entry.event(event):
+                with self._lock:
+                    self._entry.write(self._writer.attrs, self._writer.root)
 
     def commit(self, **attrs: Any) -> None:
         """Set attributes of the run with the next block."""
@@ -184,6 +195,8 @@ class RunOutput:
         self._is_closed = True
         if n_lost := sum(waiting.clear() for waiting in self._parts.values()):
             issue_warning(f"{n_lost} rows of the run at {self.path} were not written ({self._trouble}) and are lost.")
+        if self._writer.copy is not None and (sentence := self._writer.copy.close()):
+            issue_warning(sentence)
         self._writer.release()
         return is_written
 
@@ -259,6 +272,8 @@ class RunOutput:
         with self.timed("store"):
             error = self._write_parts(self._writer)
         self._report(error)
+        if self._writer.copy is not None and (sentence := self._writer.copy.hear()):
+            issue_warning(sentence)
         return error is None
 
     def _write_parts(self, writer: RunWriter) -> Exception | None:
@@ -284,7 +299,10 @@ class RunOutput:
                 for part in lost:
                     self._parts[part].lost = None
         try:
+            if self.share is not None and math.isfinite(share := self.share()):
+                self._attrs["watching_share"] = share
             writer.commit(**self._attrs)
+            self._entry.write(writer.attrs, writer.root)
             self._attrs, self._is_uncommitted = {}, False
         except Exception as reason:  # noqa: BLE001
             error = error or reason

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ import numpy as np
 
 from workbench.errors import StoreError
 from workbench.io.atomic import check_free, replacing
+from workbench.io.run_copy import CopiedPath, RunCopy
 from workbench.io.run_lock import RunLock, owner
-from workbench.schema.runs import ALL_CHUNKS, SCHEMA_VERSION
+from workbench.schema.runs import ALL_CHUNKS, IDENTITY, SCHEMA_VERSION
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -41,8 +43,11 @@ class RunWriter:
         self.path = Path(path)
         self._parts: dict[str, _Extent] = {}
         self._arrays: dict[str, list[zarr.Array]] = {}
-        self._attrs = {"schema_version": SCHEMA_VERSION, **attrs, "writer": owner(), ALL_CHUNKS: 1}
+        self.root = b""
+        self._attrs = {"schema_version": SCHEMA_VERSION, **attrs, "writer": owner()}
+        self._attrs |= {ALL_CHUNKS: 1, IDENTITY: uuid.uuid4().hex}
         check_free(self.path, overwrite=overwrite)
+        self.copy = RunCopy(path, overwrite=overwrite, resume=False) if isinstance(path, CopiedPath) else None
         with replacing(self.path) as partial:
             zarr.create_group(partial)
             self._write_root(partial)
@@ -58,8 +63,10 @@ class RunWriter:
         open_run(path)
         writer = cls.__new__(cls)
         writer.path, writer._arrays, writer._lock = Path(path), {}, RunLock(Path(path))
+        writer.root = b""
         committed = open_run(path)
         writer._attrs = dict(WatchedStore(os.fspath(path)).metadata["attributes"]) | {"writer": owner()}
+        writer.copy = RunCopy(path, overwrite=False, resume=True) if isinstance(path, CopiedPath) else None
         writer._folder = writer.path.stat().st_ino
         writer._parts = {
             part: _Extent(str(steps.dims[0]), int(np.count_nonzero(steps.values < before_step)))
@@ -107,6 +114,11 @@ class RunWriter:
         with _naming_the_error(self.path):
             self._check_is_there()
             self._write_root(self.path)
+
+    @property
+    def attrs(self) -> Mapping[str, Any]:
+        """Attributes of the run."""
+        return self._attrs
 
     def release(self) -> None:
         """Let others write the store; called after the last commit."""
@@ -172,8 +184,9 @@ class RunWriter:
             "attributes": self._attrs,
             "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": members},
         }
+        self.root = json.dumps(root).encode()
         with replacing(folder / "zarr.json") as partial:
-            partial.write_text(json.dumps(root))
+            partial.write_bytes(self.root)
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,15 @@ import numpy as np
 
 from workbench.errors import SchemaError
 from workbench.io.atomic import check_free, replacing
-from workbench.io.files import FileKind, as_path
+from workbench.io.far_places import FarPlace, place_of
+from workbench.io.files import FileKind
 from workbench.io.memory import require_memory
 from workbench.io.run_lock import has_writer
 from workbench.io.run_parts import events_part
 from workbench.io.training_logs import is_log, read_log
 from workbench.schema.runs import (
     ALL_CHUNKS,
+    IDENTITY,
     PARTS,
     SCHEMA_VERSION,
     check_version,
@@ -166,8 +168,12 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     does, although none has closed it. Loading raises a `StoreError` if the store was removed or replaced since;
     ``run.load()`` loads all values at once.
 
+    The store may be on another machine or in a bucket, whose writer cannot be seen: there the state "running" says only
+    that nobody has closed the run. Errors of the link are retried for some seconds.
+
     Args:
-        path: Path of a Zarr store or a netCDF file.
+        path: Path of a Zarr store or a netCDF file; or URL of a Zarr store for fsspec, such as
+            ``"ssh://host/path/run.zarr"`` or ``"s3://bucket/run.zarr"``.
 
     Returns:
         The run.
@@ -191,36 +197,43 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     """
     import xarray as xr
 
-    path = as_path(path)
-    with _RUN.reading(path):
-        if path.exists() and (is_log(path) or (path.is_file() and not _may_be_run(path))):
-            raise _RUN.rejected(path, "if it is a log of another tool, read it with wb.read_log()")
-        if path.is_dir():
-            from workbench.io.watched_store import WatchedStore, guarded
+    place = place_of(path)
+    with _RUN.reading(place):
+        if (
+            isinstance(place, Path)
+            and place.exists()
+            and (is_log(place) or (place.is_file() and not _may_be_run(place)))
+        ):
+            raise _RUN.rejected(place, "if it is a log of another tool, read it with wb.read_log()")
+        if isinstance(place, FarPlace) or place.is_dir():
+            from workbench.io.watched_store import guarded, opened_store
 
-            store: Any = WatchedStore(path)  # xarray accepts Zarr's stores, which its annotation does not list
+            store: Any = opened_store(place)  # xarray accepts Zarr's stores, which its annotation does not list
             # While a store is being written, only its consolidated metadata are consistent.
             is_consolidated = bool(store.metadata.get("consolidated_metadata"))
-            run = guarded(xr.open_datatree(store, engine="zarr", consolidated=is_consolidated), _RUN, path)
+            run = guarded(xr.open_datatree(store, engine="zarr", consolidated=is_consolidated), _RUN, place)
         else:
             # Closed immediately, because HDF5 crashes if one thread closes a file while another opens one.
-            with xr.open_datatree(_RUN.check(path), engine="netcdf4", auto_complex=True) as file:
+            with xr.open_datatree(_RUN.check(place), engine="netcdf4", auto_complex=True) as file:
                 require_memory(sum(node.nbytes for node in file.subtree))
                 run = file.load()
         run.attrs.pop(ALL_CHUNKS, None)
+        run.attrs.pop(IDENTITY, None)
         if "schema_version" not in run.attrs:
-            raise _RUN.rejected(path, "the workbench did not write it; open it with xarray")
+            raise _RUN.rejected(place, "the workbench did not write it; open it with xarray")
         for node in run.subtree:
             check_version(node)
-        if run.attrs.get("state") == RunState.RUNNING and "writer" in run.attrs and has_writer(path) is False:
+        is_running = run.attrs.get("state") == RunState.RUNNING and "writer" in run.attrs
+        if is_running and isinstance(place, Path) and has_writer(place) is False:
             run.attrs["state"] = str(RunState.UNCLOSED)
         return with_text(run, of_variable_length=False)
 
 
 def open_run_or_log(path: str | os.PathLike[str]) -> xr.DataTree:
     """Open a run, or read the log of another tool as a run; see `open_run` and `workbench.read_log`."""
-    path = as_path(path)
-    return open_run(path) if not path.exists() or _may_be_run(path) else as_run(read_log(path))
+    place = place_of(path)
+    is_run = isinstance(place, FarPlace) or not place.exists() or _may_be_run(place)
+    return open_run(path) if is_run else as_run(read_log(path))
 
 
 def _may_be_run(path: Path) -> bool:

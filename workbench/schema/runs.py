@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 #: Attribute of a store in which every chunk is on disk, so that a missing one is lost, and not full of the fill value.
 ALL_CHUNKS = "has_all_chunks"
+#: Attribute of a store that no other has, by which a reader sees that it was replaced, and a writer that another began.
+IDENTITY = "identity"
 
 #: Dimensions along which spectra datasets may be concatenated.
 CONCAT_DIMS = ("step", "run", "architecture")

@@ -24,8 +24,10 @@ from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, OptionError, StoreError
 from workbench.io.atomic import check_free, replacing
+from workbench.io.far_places import is_url
 from workbench.io.files import FileKind
 from workbench.io.provenance import versions
+from workbench.io.run_copy import store_path
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
 from workbench.models.checkpoint import latest_checkpoint, list_checkpoints
@@ -67,6 +69,8 @@ class Recording:
     checkpoints: Path | str | None = None
 
     def __post_init__(self) -> None:
+        if is_url(self.store):
+            object.__setattr__(self, "store", store_path(str(self.store)))
         if self.checkpoint_every and self.checkpoint_folder is None:
             raise OptionError("checkpoint_every needs a folder for the checkpoints; pass store= or checkpoints=.")
 

@@ -194,6 +194,7 @@ class AttachedRecorder:
             recent_examples=memory.recent_examples,
             timed=self._budget.timed,
         )
+        output.share = self._budget.spent_share
         if not is_hosted:
             output.timed = self._budget.timed
         try:

@@ -289,11 +289,14 @@ class Budget:
 
     def cost(self) -> Cost:
         """Return what observation has cost so far."""
-        known = self.known()
-        share = self._spent / self._passed if self._passed > 0 else math.nan
+        known, share = self.known(), self.spent_share()
         every, totals = self.interval, self._total.items()
         parts = {part: PartCost(known.get(part, math.nan), every.get(part), total) for part, total in totals}
         return Cost(self.share, share, known.get("step", math.nan), parts)
+
+    def spent_share(self) -> float:
+        """Return the time of observation over that of the training since the first plan; NaN before it."""
+        return self._spent / self._passed if self._passed > 0 else math.nan
 
     def _note(self, part: str, seconds: float) -> None:
         values = self._costs.get(part)

@@ -30,6 +30,7 @@ from workbench.callbacks.recorder.options import (
     to_plain,
 )
 from workbench.errors import AnatomyError, OptionError, StoreError
+from workbench.io.run_copy import bring, store_path
 from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
@@ -74,7 +75,8 @@ class Recorder:
     passed on.
 
     Args:
-        path: Path of the run's store; None to write nothing and pass values only to observers and loggers.
+        path: Path of the run's store, or a URL as in `workbench.watch`; None to write nothing and pass values only to
+            observers and loggers.
         every: Steps between two measurements of a part, which then do not follow the budget, such as
             ``{"precision": 100, "spectra": 500}``; None switches a part off. The others are measured every 10
             (``attention``, ``router``, ``optimizer``), 5 (``reduction``), 20 (``precision``) or 50 steps
@@ -155,7 +157,7 @@ class Recorder:
                 "curvature needs the loss as a function; pass wb.Recorder(..., loss_of=), a function from model and "
                 "probe to a loss."
             )
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else store_path(path)
         self.alarms = alarms
         self.probe, self.n_probe_tokens = probe, n_probe_tokens
         self.options = RecorderOptions(
@@ -380,6 +382,8 @@ class Recorder:
         Updates after the last row may have none.
         """
         state: dict[str, Any] = {}
+        if self.path is not None and is_first():
+            bring(self.path)
         if self.path is not None and is_first() and self.path.exists():
             run = open_run(self.path)
             state = json.loads(run.attrs.get("recorder_state", "{}"))
