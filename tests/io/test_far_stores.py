@@ -84,7 +84,8 @@ def trained(store, n_steps=60, hook=lambda step: None, **options):
     return losses, watched
 
 
-@pytest.mark.parametrize("kind", ["s3", pytest.param("ssh", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["s3", "ssh"])
 def test_a_run_is_written_to_a_url_and_to_disk(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     alone, _ = trained(None)

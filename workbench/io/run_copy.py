@@ -57,7 +57,8 @@ def bring(path: Path) -> None:
     if isinstance(path, CopiedPath) and not path.exists():
         with _started(path, task="bring") as process:
             answer, _ = process.communicate()
-        if (said := _said(answer)) and said["state"] != "ready":
+        said = _said(answer) or {"state": "", "why": f"the process that copies it ended with {process.returncode}"}
+        if said["state"] != "ready":
             raise StoreError(f"The run at {FarPlace(path.url)} cannot be continued: {said['why']}.")
 
 
@@ -201,7 +202,7 @@ class _Copier:
                     (to / name).write_bytes(content)
 
         self._check_writer()
-        if self.place.stamp("zarr.json") is not None:
+        if self.place.read("zarr.json") is not None:
             with replacing(self.path) as partial:
                 copy("", partial)
 
