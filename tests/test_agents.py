@@ -36,6 +36,22 @@ if sys.argv[2:] != ["silent"]:
     asyncio.run(main(sys.argv[1]))
 """
 
+WIRING_AGENT = """
+import asyncio, json, sys
+from mcp.client.session import ClientSession
+from mcp.client.streamable_http import streamable_http_client
+
+async def main(url):
+    async with streamable_http_client(url) as streams, ClientSession(streams[0], streams[1]) as session:
+        await session.initialize()
+        case = json.loads((await session.call_tool("look_at_case", {})).content[0].text)
+        tested = json.loads((await session.call_tool("test", {"contract": "causal"})).content[0].text)
+        assert tested["spent"] == 1 and tested["evidence"]
+        await session.call_tool("answer", {"contract": "causal", "step": next(iter(case["steps"]))})
+
+asyncio.run(main(sys.argv[1]))
+"""
+
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
@@ -117,6 +133,27 @@ def test_an_agent_is_scored_on_practice_cases(tmp_path, capsys):
         level = data.isel(patient=np.flatnonzero(data["level"].values == 3)).isel(patient=slice(3))
         recorded = level["board_points"].sel(player="wb.diagnose").mean().item()
     assert found["players"]["wb.diagnose"]["points"] == pytest.approx(recorded)
+
+
+def test_an_agent_is_scored_on_wirings(tmp_path):
+    (tmp_path / "agent.py").write_text(WIRING_AGENT)
+    agent = [sys.executable, str(tmp_path / "agent.py"), "{url}"]
+    command = ["-m", "workbench", "practice", "--level", "wiring", "--cases", "2", "--json", "--quiet", "--", *agent]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    expected = []
+    for seed in range(2):
+        case = wb.course.wiring_case(seed)
+        case.test("causal")
+        expected.append(case.finish("causal", next(iter(case.steps))).points)
+    assert [case["points"] for case in found["cases"]] == expected
+    assert {"your agent", "contracts in order", "always nothing"} == found["players"].keys()
+
+
+def test_a_level_that_does_not_exist_is_named(capsys):
+    assert cli.main(["practice", "--level", "9", "--", "agent"]) == 3
+    assert "level must be" in capsys.readouterr().err
 
 
 def test_an_agent_without_an_answer_has_no_points(tmp_path, capfd):

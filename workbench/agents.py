@@ -11,13 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from workbench.errors import MissingPackageError, OptionError, WorkbenchError
+from workbench.errors import MissingPackageError, OptionError, WorkbenchError, require_listed
 from workbench.reports.facts import facts, plain
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
     from workbench.course.patients import Patient
+    from workbench.course.wiring_cases import WiringCase
 
 #: Most values that one answer holds.
 _MOST_VALUES = 400
@@ -209,74 +211,152 @@ def case_server(case: list[Patient]) -> MCPServer:
     return server
 
 
+def wiring_server(case: list[WiringCase]) -> MCPServer:
+    """Return a server with the tools of a practice case of wiring; otherwise as `case_server`."""
+    server, tool = _server(
+        "workbench-practice",
+        "A small training of which a line may be wrong, and a budget of contracts to test. Look at the case, test, and "
+        "answer once.",
+    )
+
+    @tool(True)
+    def look_at_case() -> dict[str, Any]:
+        """Show what is trained, its steps, of which one may be wrong, the contracts, and the budget of tests."""
+        one = case[0]
+        kept = ("kind", "steps", "contracts", "budget", "spent")
+        return {**{name: getattr(one, name) for name in kept}, "losses": one.curve()}
+
+    @tool(False)
+    def test(contract: str) -> dict[str, Any]:
+        """Test one contract, by an experiment; it costs 1."""
+        found = case[0].test(contract)
+        return {"spent": case[0].spent, "status": str(found.status), "evidence": found.evidence}
+
+    @tool(False)
+    def answer(contract: str, step: str = "") -> str:
+        """End the case: name the broken contract ("nothing" if all hold) and the step whose line is wrong."""
+        case[0].finish(contract, step)
+        return "The case is closed."
+
+    return server
+
+
+@contextmanager
+def _served(server: MCPServer) -> Iterator[str]:
+    """Serve on a free port of this machine, and return the address."""
+    import uvicorn
+
+    application = server.streamable_http_app(stateless_http=True, json_response=True)
+    web = uvicorn.Server(uvicorn.Config(application, host="127.0.0.1", port=0, log_level="error", lifespan="on"))
+    thread = threading.Thread(target=web.run, daemon=True)
+    thread.start()
+    try:
+        while not web.started:
+            if not thread.is_alive():
+                raise OptionError("The server of the cases could not be started on 127.0.0.1.")
+            time.sleep(0.02)
+        yield f"http://127.0.0.1:{web.servers[0].sockets[0].getsockname()[1]}/mcp"
+    finally:
+        web.should_exit = True
+        thread.join(timeout=10)
+
+
 def practice(
-    command: Sequence[str], level: int, seeds: Sequence[int], *, progress: bool = True
+    command: Sequence[str], level: str, seeds: Sequence[int], *, progress: bool = True
 ) -> tuple[dict[str, Any], str]:
-    """Score an agent on practice cases, beside the recorded players on the same cases.
+    """Score an agent on practice cases, beside other players on the same cases.
 
     Args:
         command: Command line of the agent, run once for each case; ``{url}`` stands for the address of the MCP server
             of the case, which is also in the environment, as WORKBENCH_CASE_URL.
-        level: Level of the cases, 1 to 5.
+        level: "1" to "5" for runs, as in `workbench.course.patient`; "wiring" for trainings with a wrong line.
         seeds: Seeds of the cases.
         progress: Whether to show the progress.
 
     Returns:
-        Mean points (0 to 100), share of right causes, of working cures and of the budget for each player, with each
-        case of the agent; and a table of them.
+        Mean points (0 to 100), share of right causes and places or working cures, and share of the budget of each
+        player, with each case of the agent; and a table of them.
 
     Raises:
         OptionError: If there is no such level, or the command cannot be started.
     """
     import pandas as pd
-    import uvicorn
 
     from workbench.course import case_files
-    from workbench.course.patients import _COLUMNS, n_patients, play
+    from workbench.course.patients import _COLUMNS, BUDGETS, play
 
-    n_patients(level)
+    require_listed("level", [level], [*map(str, BUDGETS), "wiring"])
     case: list[Any] = [None]
-    application = case_server(case).streamable_http_app(stateless_http=True, json_response=True)
-    web = uvicorn.Server(uvicorn.Config(application, host="127.0.0.1", port=0, log_level="error", lifespan="on"))
-    thread = threading.Thread(target=web.run, daemon=True)
-    thread.start()
-    while not web.started:
-        if not thread.is_alive():
-            raise OptionError("The server of the cases could not be started on 127.0.0.1.")
-        time.sleep(0.02)
-    url = f"http://127.0.0.1:{web.servers[0].sockets[0].getsockname()[1]}/mcp"
 
-    def player(patient: Patient) -> tuple[Sequence[str], str | None]:
-        case[0] = patient
+    def let_play(one: Any) -> None:
+        case[0] = one
         words = [word.replace("{url}", url) for word in command]
-        # What the agent prints is not a result.
-        subprocess.run(
-            words,
-            check=False,
-            timeout=_PATIENCE,
-            stdout=sys.stderr.fileno(),
-            env=os.environ | {"WORKBENCH_CASE_URL": url},
-        )
-        if patient.score is None:
+        try:  # what the agent prints is not a result
+            environment = os.environ | {"WORKBENCH_CASE_URL": url}
+            subprocess.run(words, check=False, timeout=_PATIENCE, stdout=sys.stderr.fileno(), env=environment)
+        except OSError as error:
+            raise OptionError.of("command", words[0], "a program that can be started") from error
+        if one.score is None:
             raise RuntimeError("the agent ended without an answer")
+
+    def player(patient: Patient) -> tuple[tuple[str], None]:
+        let_play(patient)
         return ("nothing",), None  # the score exists already
 
-    try:
-        scores = play(player, level, seeds, progress=progress)
-    finally:
-        web.should_exit = True
-        thread.join(timeout=10)
-    with case_files.opened() as data:
-        of_level = data.isel(patient=np.flatnonzero(data["level"].values == level))
-        recorded = of_level.isel(patient=[seed % of_level.sizes["patient"] for seed in seeds])
-        rows = {
-            str(name): {column: float(recorded[f"board_{v}"].sel(player=name).mean()) for column, v in _COLUMNS.items()}
-            for name in recorded["player"].values
-        }
-    own = {column: float(scores[variable].mean()) for column, variable in _COLUMNS.items()}
-    table = pd.DataFrame({"your agent": own, **rows}).T
-    cases = scores.to_dataframe().reset_index().to_dict("records")
-    found = {"level": level, "players": table.to_dict("index"), "cases": cases}
-    n_failed = int(sum(bool(each) for each in scores["problem"].values))
-    text = f"{len(seeds)} cases of level {level}\n\n{table.to_string(float_format=lambda value: f'{value:.3g}')}"
-    return found, text + (f"\n\n{n_failed} cases ended without a valid answer." if n_failed else "")
+    if level == "wiring":
+        with _served(wiring_server(case)) as url:
+            cases, players = _wiring_scores(let_play, seeds, progress=progress)
+    else:
+        with _served(case_server(case)) as url:
+            scores = play(player, int(level), seeds, progress=progress)
+        with case_files.opened() as data:
+            of_level = data.isel(patient=np.flatnonzero(data["level"].values == int(level)))
+            recorded = of_level.isel(patient=[seed % of_level.sizes["patient"] for seed in seeds])
+            players = {"your agent": {column: float(scores[name].mean()) for column, name in _COLUMNS.items()}} | {
+                str(name): {to: float(recorded[f"board_{of}"].sel(player=name).mean()) for to, of in _COLUMNS.items()}
+                for name in recorded["player"].values
+            }
+        cases = scores.to_dataframe().reset_index().to_dict("records")
+    table = pd.DataFrame(players).T.to_string(float_format=lambda value: f"{value:.3g}")
+    n_failed = sum(bool(each["problem"]) for each in cases)
+    text = f"{len(cases)} cases of level {level}\n\n{table}"
+    text += f"\n\n{n_failed} of them ended without a valid answer." if n_failed else ""
+    return {"level": level, "players": players, "cases": cases}, text
+
+
+def _wiring_scores(
+    let_play: Callable[[Any], None], seeds: Sequence[int], *, progress: bool
+) -> tuple[list[dict[Any, Any]], dict[str, dict[str, float]]]:
+    """Return the scores of the agent by case, and the means of it and of two simple players."""
+    from workbench.course.wiring_cases import wiring_case
+    from workbench.io.progress import Progress
+
+    def in_order(one: WiringCase) -> None:
+        tried = [one.test(id) for id in one.contracts[: one.budget]]
+        one.finish(next((each.id for each in tried if each.status == "failed"), "nothing"))
+
+    others = {"contracts in order": in_order, "always nothing": lambda one: one.finish("nothing")}
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in ("your agent", *others)}
+    with Progress(progress, "played", unit="case", total=len(seeds)) as bar:
+        for seed in seeds:
+            for name, plays in {"your agent": let_play, **others}.items():
+                one, problem = wiring_case(seed), ""
+                try:
+                    plays(one)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    problem = f"{type(error).__name__}: {error}"
+                score = one.score
+                rows[name].append(
+                    {
+                        "seed": seed,
+                        "points": 0.0 if score is None else score.points,
+                        "causes_right": score is not None and score.are_causes_right,
+                        "places_right": score is not None and score.does_cure_work,
+                        "spent": one.spent / one.budget,
+                        "problem": problem,
+                    }
+                )
+            bar.update()
+    columns = ("points", "causes_right", "places_right", "spent")
+    means = {name: {key: float(np.mean([row[key] for row in of])) for key in columns} for name, of in rows.items()}
+    return rows["your agent"], means

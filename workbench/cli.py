@@ -509,12 +509,14 @@ def _parser() -> argparse.ArgumentParser:
     practice = add(
         "practice",
         _practice,
-        "score an agent on practice cases: runs with a hidden cause",
+        "score an agent on practice cases: runs or trainings with a hidden cause",
         "workbench practice --cases 10 -- my-agent --mcp {url}",
         "The command is run once for each case; {url} stands for the address of an MCP server with the tools of the "
         "case, which is also in WORKBENCH_CASE_URL.",
     )
-    practice.add_argument("--level", type=int, default=3, help="1 (clear) to 5 (mild, or two causes); default 3")
+    practice.add_argument(
+        "--level", default="3", help="1 (clear) to 5 (mild, or two causes), or wiring: trainings with a wrong line"
+    )
     practice.add_argument("--cases", type=_count, default=10, metavar="N", help="number of cases (default 10)")
     command_line(practice)
 
