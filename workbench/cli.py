@@ -153,6 +153,21 @@ def _watch(given: argparse.Namespace) -> Outcome:
     return status, {**facts, "exit_status": status}, text
 
 
+def _follow(given: argparse.Namespace) -> Outcome:
+    from workbench.terminal import facts_of, follow
+
+    return 0, facts_of(given.run_path) if given.json else follow(given.run_path, once=given.once), ""
+
+
+def _runs(given: argparse.Namespace) -> Outcome:
+    import workbench as wb
+
+    table = wb.list_runs(given.folder)
+    shown = table[["state", "step", "loss", "first_alarm", "alarm", "cause", "last_written"]]
+    rows = table.reset_index().astype(object).where(table.reset_index().notna(), None).to_dict("records")
+    return 0, {"runs": rows}, shown.to_string(na_rep="") if len(shown) else f"There are no runs in {given.folder}."
+
+
 def _find_rate(given: argparse.Namespace) -> Outcome:
     from dataclasses import replace
 
@@ -434,6 +449,23 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--resume", action="store_true", help="continue the run in the store")
     watch.add_argument("--overwrite", action="store_true", help="replace the run in the store")
     command_line(watch)
+
+    follow = add(
+        "follow",
+        _follow,
+        "show how a run is doing, here or far away, until q is pressed",
+        "workbench follow ssh://host/path/runs/a.zarr",
+        "The run may be finished, or still be written. --json prints the facts once.",
+    )
+    follow.add_argument("run_path", metavar="RUN", help="a store or its URL, or a log")
+    follow.add_argument("--once", action="store_true", help="print the screen once")
+    runs = add(
+        "runs",
+        _runs,
+        "list the runs in a folder or bucket with state, first alarm and cause",
+        "workbench runs s3://bucket/runs",
+    )
+    runs.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="a folder or its URL (default runs)")
 
     rate = add(
         "find-rate",

@@ -13,8 +13,10 @@ import xarray as xr
 import workbench as wb
 from tests.io.services import bucket, ssh_server
 from tests.io.test_run_index import PLANTED, written
-from workbench.io import far_places
+from workbench.io import far_places, watched_store
 from workbench.io.run_index import status_of
+from workbench.io.run_output import RunOutput
+from workbench.training.recording import new_run
 
 KINDS = ["memory", "s3", "ssh"]
 
@@ -107,3 +109,65 @@ def test_a_run_is_written_to_a_url_and_to_disk(kind, tmp_path, monkeypatch):
         xr.testing.assert_identical(wb.open_run(f"{url}/a.zarr").load(), wb.open_run(again.path).load())
         trained(f"{url}/a.zarr", overwrite=True, n_steps=12)
         assert wb.open_run(f"{url}/a.zarr")["monitors"]["step"].values[-1] == 11
+
+
+@pytest.mark.parametrize("kind", ["memory", pytest.param("ssh", marks=pytest.mark.slow)])
+def test_a_timeline_follows_a_run_far_away(kind, tmp_path, monkeypatch):
+    path = tmp_path / "a.zarr"
+    output = RunOutput(new_run(path, {"model": {"name": "Planted"}}, overwrite=True))
+
+    def add(steps):
+        for step in steps:
+            output.add("monitors", step, {"loss": 5.0 - step, "learning_rate": 1e-3})
+        output.flush()
+        put(path, f"{url}/a.zarr")
+
+    with far(kind, tmp_path, monkeypatch) as (url, link):
+        add(range(5))
+        timeline = wb.widgets.Timeline(f"{url}/a.zarr", poll_every=1000)
+        assert timeline.runs["a"].line("loss", None).value.tolist() == [5, 4, 3, 2, 1]
+        add(range(5, 8))
+        assert timeline.poll()
+        assert timeline.runs["a"].line("loss", None).value.tolist() == [5, 4, 3, 2, 1, 0, -1, -2]
+        assert timeline.states == {"a": "running"}
+        if link is not None:
+            link.cut()
+            assert timeline.poll()
+            assert "was not reached" in timeline.runs["a"].problem
+            link.mend()
+            add([8])
+            assert timeline.poll()
+            assert (timeline.runs["a"].problem, timeline.states) == ("", {"a": "running"})
+        far_places.FarPlace(f"{url}/a.zarr").remove(is_folder=True)
+        assert timeline.poll()
+        assert timeline.states == {"a": "removed"}
+        assert len(timeline.runs["a"].line("loss", None).value) >= 8
+        timeline.close()
+
+
+def test_a_lost_chunk_or_another_run_far_away_is_an_error_and_never_a_value(tmp_path, monkeypatch):
+    path, other = written(tmp_path / "a.zarr"), written(tmp_path / "b.zarr", alarm_at=None)
+    with far("memory", tmp_path, monkeypatch) as (url, _):
+        put(path, f"{url}/a.zarr")
+        whole = wb.open_run(f"{url}/a.zarr")  # whose small parts are read at once
+        monkeypatch.setattr(watched_store, "_SMALL", 0)
+        by_chunk = wb.open_run(f"{url}/a.zarr")
+        put(other, f"{url}/a.zarr")
+        xr.testing.assert_identical(whole.load(), wb.open_run(path).load())
+        with pytest.raises(wb.errors.StoreError, match="removed or replaced"):
+            by_chunk.load()
+        place = far_places.FarPlace(f"{url}/a.zarr")
+        place.remove("monitors/loss/c/0")
+        with pytest.raises(wb.errors.StoreError, match="values are lost"):
+            wb.open_run(f"{url}/a.zarr").load()
+        place.write(b"garbage", "monitors/loss/c/0")
+        with pytest.raises(wb.errors.StoreError):
+            wb.open_run(f"{url}/a.zarr").load()
+
+
+def test_what_cannot_be_reached_is_named_without_a_password():
+    with pytest.raises(wb.errors.StoreError, match="this-is-no-protocol"):
+        wb.open_run("this-is-no-protocol://host/a.zarr")
+    with pytest.raises(wb.errors.StoreError, match="user@127.0.0.1") as found:
+        wb.open_run("ssh://user:secret@127.0.0.1:1/a.zarr")
+    assert "secret" not in str(found.value)

@@ -12,6 +12,7 @@ import numpy as np
 
 from workbench.errors import SchemaError, StoreError
 from workbench.formatting import duration
+from workbench.io.far_places import FarPlace, UnreachableError, place_of
 from workbench.io.run_access import named_runs, spectra_of
 from workbench.io.store import open_run_or_log
 from workbench.plots.timeline_panels import RunEvents
@@ -55,11 +56,12 @@ class FollowedRun:
 
     def __init__(self, name: str, run: xr.DataTree | xr.Dataset | str | os.PathLike[str], place: int) -> None:
         self.name, self.place = name, place
-        self.path = Path(run) if isinstance(run, str | os.PathLike) else None
+        self.path = place_of(run, "run") if isinstance(run, str | os.PathLike) else None
         self.problem = ""
         self._n_failed = 0
-        is_folder = self.path is not None and self.path.is_dir()
-        self._is_folder_of_logs = is_folder and not (Path(run) / "zarr.json").exists()
+        self._is_folder_of_logs = (
+            isinstance(self.path, Path) and self.path.is_dir() and not (self.path / "zarr.json").exists()
+        )
         self._stamp = self._stamp_now()
         tree = open_run_or_log(run) if isinstance(run, str | os.PathLike) else run
         self._now = self._snapshot_of(named_runs({name: tree}, needs_spectra=False)[name])
@@ -104,16 +106,19 @@ class FollowedRun:
         """Read new rows of the displayed lines from the store, if there are any."""
         if self.path is None:
             return False
-        stamp = self._stamp_now()
+        try:
+            stamp = self._stamp_now()
+        except StoreError as error:
+            return self._report(f"The run '{self.name}' was not reached: {error}")
         if stamp is None:
             return self._report(self._removal)
         if stamp == self._stamp and not self.problem:
             return False
         try:
-            new = self._advanced(open_run_or_log(self.path))
+            new = self._advanced(open_run_or_log(getattr(self.path, "url", self.path)))
         except (StoreError, SchemaError, OSError, KeyError, ValueError) as error:
             self._n_failed += 1
-            if self._stamp_now() is None:
+            if not isinstance(error, UnreachableError) and self._stamp_now() is None:
                 return self._report(self._removal)
             if self._n_failed < _PATIENCE:
                 return False
@@ -198,6 +203,9 @@ class FollowedRun:
         """Return a value that changes with each commit to the store; None if there is no store."""
         if self.path is None:
             return None
+        if isinstance(self.path, FarPlace):
+            found = self.path.stamp("zarr.json")
+            return None if found is None else (int(1e9 * (found.seconds or time.time())), 0, hash(found.text))
         try:
             files = [file.stat() for file in self.path.rglob("*")] if self._is_folder_of_logs else []
             store = self.path / "zarr.json" if self.path.is_dir() else self.path

@@ -70,6 +70,39 @@ def status_of(run: str | os.PathLike[str] | xr.DataTree) -> dict[str, Any]:
     return _told(place, _entry_of(place) or _read(place))
 
 
+def metrics_of(run: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps of a run and a metric at each, NaN where it is unknown; empty if it was not recorded."""
+    place = place_of(run)
+    if isinstance(place, FarPlace) or (place / "zarr.json").exists():
+        from workbench.io.watched_store import opened_store
+
+        with _RUN.reading(place):
+            read = _reader_of_store(opened_store(place), rows=slice(None))
+            step, values = read("monitors", "step"), read("monitors", name)
+    else:
+        from workbench.io.store import open_run_or_log
+
+        read = _reader_of_tree(open_run_or_log(place))
+        step, values = read("monitors", "step"), read("monitors", name)
+    if step is None or values is None:
+        return np.zeros(0, np.int64), np.zeros(0)
+    return step, np.asarray(values, dtype=np.float64)
+
+
+def last_change(run: str | os.PathLike[str]) -> object:
+    """Return what changes with each block of a run and each alarm; None if the run was removed."""
+    place = place_of(run)
+    if isinstance(place, FarPlace):
+        stamp = place.stamp("zarr.json")
+        return None if stamp is None else (stamp, place.beside(INDEX, f"{place.name}.json").stamp())
+    with contextlib.suppress(OSError):
+        if not (place / "zarr.json").exists():
+            return (place.stat().st_mtime_ns, place.stat().st_size)
+        entry = entry_path(place)
+        return stamp_of(place), entry.stat().st_mtime_ns if entry.exists() else 0
+    return None
+
+
 def list_runs(folder: str | os.PathLike[str]) -> pd.DataFrame:
     """List the runs in a folder, each with its state, first alarm and cause.
 
@@ -187,8 +220,8 @@ def _reader_of_tree(run: xr.DataTree) -> _Reader:
     return read
 
 
-def _reader_of_store(store: WatchedStore | FarStore) -> _Reader:
-    """Return a function that reads one column of a store, of the monitors the last row alone."""
+def _reader_of_store(store: WatchedStore | FarStore, *, rows: slice = slice(-1, None)) -> _Reader:
+    """Return a function that reads one column of a store, of the monitors the given rows."""
     import zarr
 
     members = (store.metadata.get("consolidated_metadata") or {}).get("metadata")
@@ -199,7 +232,7 @@ def _reader_of_store(store: WatchedStore | FarStore) -> _Reader:
         if key not in (members if members is not None else group):
             return None
         array: Any = group[key]
-        return np.asarray(array[-1:] if part == "monitors" and array.shape[0] else array[...])
+        return np.asarray(array[rows] if part == "monitors" and array.shape[0] else array[...])
 
     return read
 

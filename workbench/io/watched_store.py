@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _METADATA = FileKind("the metadata of an undamaged run", "check the path, or write the run again with wb.save()")
 _OPENED = FileKind("the run that was opened", "open it again, or load() a run before its store is removed")
 #: Values in a part far away that is read at once.
-_SMALL = 1 << 20
+_SMALL = 1 << 17
 _CHUNK = FileKind("an undamaged run", "copy the run again", most_bytes=1 << 36)
 
 
