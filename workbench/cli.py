@@ -144,7 +144,7 @@ def _watch(given: argparse.Namespace) -> Outcome:
         check_free(Path(store), overwrite=given.overwrite)
     options = {name: getattr(given, name) for name in ("log", "notify", "resume", "overwrite")}
     status = watch_script(command, store, **options, output=_STDERR if given.json else None)
-    if status and "://" not in store and not Path(store).exists():
+    if "://" not in store and not Path(store).exists():  # standard error says why
         return status, {"exit_status": status}, ""
     facts = dict(status_of(store))
     alarm = facts["first_alarm"]

@@ -68,3 +68,45 @@ def test_a_script_without_an_optimizer_of_torch_is_named(tmp_path):
     assert done.returncode == 3
     assert "No training was found to watch" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+LIGHTNING = """
+import lightning, torch
+from torch import nn
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 2)
+        self.automatic_optimization = AUTOMATIC
+
+    def training_step(self, batch, i):
+        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(80, 8), torch.randint(2, (80,)))
+options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+trainer = lightning.Trainer(accelerator="cpu", **options)
+trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=8))
+"""
+
+
+@pytest.mark.framework
+@pytest.mark.parametrize("automatic", ["True", "False"])
+def test_a_module_of_lightning_is_watched_from_its_first_update(automatic, tmp_path):
+    (tmp_path / "train.py").write_text(LIGHTNING.replace("AUTOMATIC", automatic))
+    command = [sys.executable, "-m", "workbench", "watch", "--store", "a.zarr", "--", "python", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    record = wb.open_run(tmp_path / "a.zarr")
+    assert record["monitors"]["step"].values[0] == 0
+    assert record["events"]["step"].values[-1] == 10

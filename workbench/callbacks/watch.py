@@ -338,7 +338,7 @@ def watch(
         `workbench.Alarms`: Describes the alarms.
         `workbench.diagnose`: Ranks the causes of a failed run.
     """
-    trainer = _trainer_kind(model)
+    trainer = trainer_kind(model)
     module = model.model if trainer == "transformers" else model
     if trainer is None:
         optimizers_in(optimizer)
@@ -441,7 +441,7 @@ class Watch:
             self._display.update(new_alarms)
 
 
-def _trainer_kind(model: Any) -> str | None:
+def trainer_kind(model: Any) -> str | None:
     """Return the library of a ``Trainer``; None for other objects."""
     if isinstance(model, nn.Module):
         return None

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from workbench.callbacks.watch import Watch, watch
+from workbench.callbacks.watch import Watch, trainer_kind, watch
 from workbench.contracts.script import run_main, within
+from workbench.errors import WorkbenchError
 from workbench.schema.statuses import ExitStatus
 
 
@@ -49,12 +50,17 @@ def watch_script(
     return subprocess.run(within(list(command), own), check=False, stdout=output).returncode
 
 
+#: Callers of an optimizer among which a trainer is looked for.
+_N_CALLERS = 12
+
+
 class _Finder:
-    """Watches the first module that trains and holds all parameters of the optimizers that were created."""
+    """Watches a trainer that creates its optimizer, or the first module that trains and holds all of an optimizer."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.watched: Watch | None = None
+        self.problem = ""
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._refused: set[int] = set()
         self._own_init, self._own_call = torch.optim.Optimizer.__init__, nn.Module.__call__
@@ -63,6 +69,8 @@ class _Finder:
         def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
             self._own_init(optimizer, *args, **kwargs)
             self._optimizers.append(weakref.ref(optimizer))
+            if self.watched is None:
+                self._find_trainer()
 
         # Not a global hook, of which the compiler warns, and after which the module's own hooks miss this pass.
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -87,26 +95,35 @@ class _Finder:
     def _leave(self) -> None:
         self._set(self._own_init, self._own_call)
 
+    def _find_trainer(self) -> None:
+        """Watch the trainer of transformers or Lightning that has just created its optimizer, if one has."""
+        caller, n_callers = inspect.currentframe(), 0
+        while caller is not None and n_callers < _N_CALLERS:
+            one, caller, n_callers = caller.f_locals.get("self"), caller.f_back, n_callers + 1
+            if hasattr(one, "training_step") and not getattr(one, "automatic_optimization", True):
+                return  # a module of Lightning that makes its updates itself
+            if one is not None and trainer_kind(one) is not None:
+                self._watch(one)
+                return
+
+    def _watch(self, *what: Any) -> None:
+        """Watch a training; if that cannot be, the script goes on without."""
+        self._leave()
+        try:
+            self.watched = watch(*what, **self.options)
+        except WorkbenchError as error:
+            self.problem = str(error)
+            print(f"workbench: The training is not watched: {error}", file=sys.stderr)
+
     def _find(self, module: nn.Module) -> None:
         created = [each for ref in self._optimizers if (each := ref()) is not None]
         held = {id(parameter) for parameter in module.parameters()}
         groups = {id(o): {id(p) for group in o.param_groups for p in group["params"]} for o in created}
         own = [each for each in created if groups[id(each)] <= held]
         if not own:
-            # A module of Lightning is not called itself, its parts are.
-            caller = inspect.currentframe()
-            while caller is not None:
-                one = caller.f_locals.get("self")
-                if isinstance(one, nn.Module) and one is not module and hasattr(one, "training_step"):
-                    held = {id(parameter) for parameter in one.parameters()}
-                    own, module = [each for each in created if groups[id(each)] <= held], one
-                    break
-                caller = caller.f_back
-        if not own:
             self._refused.add(id(module))
             return
-        self._leave()
-        self.watched = watch(module, own if len(own) > 1 else own[0], **self.options)
+        self._watch(module, own if len(own) > 1 else own[0])
 
 
 def main() -> None:
@@ -122,7 +139,7 @@ def main() -> None:
     options = {name: value for name, value in vars(given).items() if value}
     with _Finder(options) as finder:
         run_main(script)
-    if finder.watched is None and not int(os.environ.get("RANK", "0")):
+    if finder.watched is None and not finder.problem and not int(os.environ.get("RANK", "0")):
         print(
             "workbench: No training was found to watch: no module was called in training mode whose parameters an "
             "optimizer of torch holds; call wb.watch(model, optimizer) in the script.",
