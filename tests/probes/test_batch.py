@@ -184,3 +184,6 @@ def test_lookahead_omits_masked_beginnings_and_other_outputs():
     assert lookahead(inputs, outputs) == 0
     assert lookahead(ids, outputs[:, :2]) is None
     assert lookahead(ids.float(), outputs) is None
+    assert lookahead((ids, (torch.zeros(1, 4, 8), torch.zeros(1, 4, 8))), outputs) is None  # a state
+    positions = torch.tensor([[0, 1, 2], [5, 6, 7], [0, 1, 2], [0, 1, 2]])  # of rows that are parts of longer texts
+    assert lookahead({"input_ids": ids, "position_ids": positions}, outputs) == 0

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from workbench.models.losses import tensors_in
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeInt
 
@@ -17,6 +18,8 @@ IGNORED = -100
 _SEED = 20240917
 #: Number of latest batches with which a batch is compared as a whole.
 _N_BATCHES = 8
+#: Inputs that say what a token is, in addition to its id.
+_KINDS = ("position_ids", "token_type_ids")
 #: Maximum number of examples, tokens and classes of a batch that `lookahead` compares.
 _N_COMPARED, _N_TOKENS, _N_CLASSES = 32, 64, 256
 _LARGEST = torch.iinfo(torch.int64).max
@@ -167,18 +170,25 @@ def lookahead(inputs: Any, outputs: Any) -> Tensor | None:
     follows. A missing causal mask, a norm over time and random numbers such as those of dropout make them differ. The
     result is the mean difference between the first outputs (example, token, feature) of such examples, over that
     between the first and the second output of an example: 0 without lookahead, about 1 if outputs depend on their own
-    token as little as on later ones. Examples whose first token is masked are omitted. NaN if no two examples begin
-    alike and go on differently; None if inputs are not ids, or shapes differ.
+    token as little as on later ones. Examples whose first token is masked, or has another position or type, are
+    omitted. NaN if no two examples begin alike and go on differently; None if inputs are not ids alone, such as ids and
+    the state of the batch before, or shapes differ.
     """
     ids = _first(inputs)
     if ids is None or not _are_ids(ids) or ids.ndim != 2 or type(outputs) is not Tensor or outputs.ndim != 3:
         return None
     if outputs.shape[:2] != ids.shape or min(ids.shape) < 2:
         return None
+    named = inputs if isinstance(inputs, Mapping) else {}
+    mask = named.get("attention_mask")
+    if any(each.is_floating_point() and each is not mask for each in tensors_in(inputs)):
+        return None
+    kinds = [named[name][:_N_COMPARED, 0] for name in _KINDS if getattr(named.get(name), "shape", None) == ids.shape]
     ids = ids[:_N_COMPARED, :_N_TOKENS]
     few = outputs.detach()[:_N_COMPARED, :2, :: max(1, outputs.shape[2] // _N_CLASSES)].float()
     is_pair = (ids[:, None, 0] == ids[None, :, 0]) & (ids[:, None] != ids[None]).any(-1)
-    mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+    for kind in kinds:
+        is_pair &= kind[:, None] == kind
     if isinstance(mask, Tensor) and mask.ndim == 2:
         is_seen = mask[:_N_COMPARED, 0] != 0
         is_pair &= is_seen[:, None] & is_seen

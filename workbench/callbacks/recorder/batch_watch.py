@@ -400,7 +400,8 @@ class BatchWatch:
         logits = None
         if self.examines:
             call.largest = self._largest_losses(module, call.inputs, output)
-            if not (call.is_training and self._is_random[module]):
+            keeps_state = any(isinstance(each, nn.RNNBase) for each in self._modules[module])
+            if not keeps_state and not (call.is_training and self._is_random[module]):
                 with suppress(Exception):  # outputs may be of any kind, and a measurement never stops a training
                     call.lookahead = next((e for t in tensors if (e := lookahead(call.inputs, t)) is not None), None)
             may_be_logits = (
