@@ -3,6 +3,7 @@
 import os
 import sys
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.nn.functional import cross_entropy
 
 import workbench as wb
 from tests.callbacks.sharded_models import LENGTH, VOCAB, split, titan
+from workbench.callbacks.kss import TrustRegion
 
 N_STEPS, BATCH = 6, 8
 EVERY = {"attention": 2, "router": 2, "optimizer": 2, "activations": 2, "precision": 2, "reduction": 2, "update": 2}
@@ -74,11 +76,34 @@ def run(kind, folder, *, dtype=torch.float64, param_dtype=None, reshards=True, n
     return found
 
 
+def shaped(kind, *, n_parts=1, part=0):
+    """Train with KSS at a rate at which it acts, and return losses and what it did in each step."""
+    model = titan()
+    if kind != "one":
+        model, n_parts, part = split(model, kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    # All states of a batch, however it is split, and a narrow band.
+    options = {"n_snapshots": BATCH * LENGTH, "trust_region": TrustRegion(highest=1.0, rise=0.0005)}
+    kss = wb.KSS.recommended(options=replace(wb.KSS.recommended().options, **options))
+    acts, losses = [], []
+    with kss.attach(model, optimizer) as shaper:
+        for step in range(N_STEPS):
+            tokens, targets = (each[part::n_parts] for each in batch(step))
+            optimizer.zero_grad()
+            loss = cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            acts.append((shaper.last.n_acting, shaper.last.update_size, shaper.last.spectral_radius))
+            losses.append(loss.item())
+    return losses, acts
+
+
 BF16 = {"dtype": torch.float32, "param_dtype": torch.bfloat16}
 SCENARIOS = {
     "fsdp": lambda folder: run("fsdp", folder),
     "tp": lambda folder: run("tp", folder, has_loss=False),
     "2d": lambda folder: run("2d", folder),
+    **{f"{kind} shaped": lambda folder, kind=kind: shaped(kind) for kind in ("fsdp", "tp", "2d")},
     "fsdp bf16": lambda folder: run("fsdp", folder, reshards=False, name="fsdp bf16", **BF16),
     "2d bf16": lambda folder: run("2d", folder, name="2d bf16", **BF16),
 }

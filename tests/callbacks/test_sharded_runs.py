@@ -17,7 +17,11 @@ TOLERANCE = 1e-5
 #: Means over the ranks that read parts of a batch, which are other numbers for the whole batch.
 OF_DATA = ("token_entropy", "label_entropy", "largest_losses", "lookahead")
 #: Number of ranks and scenarios of each group of processes.
-GROUPS = {"small": (2, ["tp"]), "two": (2, ["fsdp", "fsdp bf16"]), "four": (4, ["2d", "2d bf16"])}
+GROUPS = {
+    "small": (2, ["tp"]),
+    "two": (2, ["fsdp", "fsdp bf16", "fsdp shaped", "tp shaped"]),
+    "four": (4, ["2d", "2d bf16", "2d shaped"]),
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +102,13 @@ def test_the_arithmetic_is_that_of_the_policy(ran, group, name):
     errors = precision["output_error"].values
     assert ((errors > 2.0**-12) & (errors < 2.0**-5)).all()
     assert (precision["error_excess"].values < 2).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("group", "kind"), [("two", "fsdp"), ("two", "tp"), ("four", "2d")])
+def test_kss_acts_as_in_one_process(ran, group, kind):
+    _, expected = ranked_shards.shaped("one")
+    assert sum(n for n, *_ in expected) > 0
+    ranks = [rank[f"{kind} shaped"] for rank in ran(group)[1]]
+    for _, acts in ranks:
+        np.testing.assert_allclose(acts, expected, rtol=TOLERANCE)

@@ -7,7 +7,7 @@ from torch import distributed, nn
 from torch.nn import functional
 
 from tests.contracts.small import fails
-from workbench.contracts import observer, ranks
+from workbench.contracts import between_ranks, observer, ranks
 from workbench.contracts.lab import Lab, NotTestedError
 from workbench.contracts.observer import Observer
 from workbench.contracts.results import Status
@@ -112,24 +112,25 @@ def test_one_process_has_no_ranks():
 def test_messages_of_two_ranks():
     store = distributed.HashStore()
     with (
-        mock.patch.object(ranks, "is_shared", return_value=True),
+        mock.patch.object(between_ranks, "is_shared", return_value=True),
         mock.patch.object(distributed.distributed_c10d, "_get_default_store", return_value=store),
         mock.patch.object(distributed, "get_rank", return_value=0),
         mock.patch.object(distributed, "get_world_size", return_value=2),
-        mock.patch.object(ranks, "_PATIENCE", 0.2),
+        mock.patch.object(between_ranks, "PATIENCE", 0.2),
     ):
         store.set("workbench/contracts 1 of 1", '{"norm": NaN}')
         store.add("workbench/contracts 1 were read", 1)
-        own, other = ranks.of_all_ranks({"norm": math.inf}, "contracts")
+        own, other = between_ranks.of_all_ranks({"norm": math.inf}, "contracts")
         assert own == {"norm": math.inf}
         assert math.isnan(other["norm"])
         # The other does not come again.
-        assert ranks.of_all_ranks({"norm": 1.0}, "contracts") == [{"norm": 1.0}]
+        assert between_ranks.of_all_ranks({"norm": 1.0}, "contracts") == [{"norm": 1.0}]
 
 
 def test_a_rank_that_does_not_come_is_no_failure(monkeypatch):
     lab = rank_of(0)
-    monkeypatch.setattr(ranks, "is_shared", lambda: True)
+    for module in (between_ranks, ranks):
+        monkeypatch.setattr(module, "is_shared", lambda: True)
     with pytest.raises(NotTestedError, match="could not exchange"):
         ranks.replicas_equal(lab)
 
@@ -154,7 +155,7 @@ def test_gradients_that_the_optimizer_reduces(compared, monkeypatch):
 
 
 def test_values_of_all_ranks_are_those_of_one_without_others():
-    assert ranks.of_all_ranks([1.0], "tokens") == [[1.0]]
+    assert between_ranks.of_all_ranks([1.0], "tokens") == [[1.0]]
 
 
 def test_memory_that_was_released_is_not_read():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
+from workbench.contracts.between_ranks import of_all_ranks
 from workbench.contracts.lab import (
     Lab,
     NotTestedError,
@@ -29,7 +30,6 @@ from workbench.contracts.lab import (
 )
 from workbench.contracts.observer import Act, Backward, Call, Observer, Update
 from workbench.contracts.places import frames_of_script
-from workbench.contracts.ranks import of_all_ranks
 from workbench.contracts.results import Result
 from workbench.formatting import counted, fine_percent, number_in_words
 from workbench.models.calling import bare, innermost, is_shared, is_split
@@ -804,8 +804,9 @@ def balance_loss(lab: Lab) -> Result:
         if value == getattr(type(config)(), "router_aux_loss_coef", None) and was_loaded(lab):
             return not_tested(f"{words}; is that on purpose?", where=where)
         return failed(f"{words}.", where=where, remedy=f"set {where}=True, or the factor to 0.")
-    parameters, n, share = [p for p in lab.model.parameters() if p.requires_grad], 0, None
+    n, share = 0, None
     with lab.undisturbed(call, trains=True, gradients=True):
+        parameters = [p for p in lab.model.parameters() if p.requires_grad]
         output = lab.run(call)
         auxiliary, loss = getattr(output, "aux_loss", None), getattr(output, "loss", None)
         tape = next((each for each in lab.tapes if each.calls == [call]), None)

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
+from workbench.contracts.between_ranks import gather, without_messages
 from workbench.contracts.observer import Backward, Call, Observer, by_token
 from workbench.contracts.results import Result, Status
 from workbench.contracts.tape import Tape
 from workbench.contracts.token_labels import IGNORED, TokenLabels
 from workbench.formatting import capitalized
 from workbench.io.progress import Progress
-from workbench.models.calling import bare
+from workbench.models.calling import bare, is_split
 from workbench.models.losses import tensors_in
 from workbench.models.probing import undisturbed
-from workbench.models.readable_weights import reshard
+from workbench.models.readable_weights import replaced, reshard
 
 #: Most forward passes of all experiments on one training, each counted as one pass of the user's batch.
 MOST_PASSES = 25
@@ -65,6 +66,7 @@ class Lab:
         self.seen, self.n_passes, self.may_act = seen, 0.0, may_act
         self.copies_to_float32 = True
         self.failed: set[str] = set()
+        self.whole: dict[int, Tensor] = {}  # tensors that are split over ranks, by the ids of their parts
 
     @cached_property
     def calls(self) -> list[Call]:
@@ -213,7 +215,10 @@ class Lab:
         self.require_acts()
         module = bare(call.module)
         with ExitStack() as stack:
+            if is_split(module) and any(id(p) not in self.whole for p in module.parameters() if hasattr(p, "to_local")):
+                raise NotTestedError("the model is split over ranks, and was not gathered")
             stack.callback(reshard, module)  # gathered parameters would be taken for those of the model
+            stack.enter_context(replaced(module, self.whole, casts=True))
             stack.enter_context(restored_buffers(module))
             stack.enter_context(undisturbed(module))
             if gradients:
@@ -404,6 +409,7 @@ def show_progress(progress: bool | Callable[[str], None]) -> Progress:
 def all_results(seen: Observer, accepted: tuple[str, ...], bar: Progress) -> list[Result]:
     """Make the experiments on all contracts, and return their results."""
     lab, found = Lab(seen), []
+    lab.whole = gather(seen.roots)
     for id in CONTRACTS:
         bar.describe(id)
         result = result_of(lab, id)
@@ -420,7 +426,7 @@ def result_of(lab: Lab, id: str) -> Result:
         if id in _OF_LOOP and not lab.seen.sees_loop:
             raise NotApplicableError("the updates are those of the check, not of your loop; check the script for it")
         # The loop may be between a forward and a backward pass, whose graph holds what is changed and restored.
-        with torch.autograd._unsafe_preserve_version_counter(lab.held):
+        with torch.autograd._unsafe_preserve_version_counter(lab.held), without_messages():
             result = CONTRACTS[id](lab)
     except NotTestedError as reason:
         of = not_applicable if isinstance(reason, NotApplicableError) else not_tested

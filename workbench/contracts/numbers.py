@@ -106,15 +106,15 @@ def _first_bad(lab: Lab, call: Call) -> str | None:
 
     lab.n_passes += 2
     model, generator = bare(call.module), torch.Generator().manual_seed(0)
-    spoiled = [(p, p.data) for p in model.parameters() if not bool(torch.isfinite(p).all())]
-    try:
-        for p, data in spoiled:  # by an update after the pass; other numbers show what does not depend on them
-            p.data = (0.02 * torch.randn(p.shape, generator=generator)).to(data)
-        with lab.undisturbed(call, trains=True, gradients=True):
+    with lab.undisturbed(call, trains=True, gradients=True):
+        spoiled = [(p, p.data) for p in model.parameters() if not bool(torch.isfinite(p).all())]
+        try:
+            for p, data in spoiled:  # by an update after the pass; other numbers show what does not depend on them
+                p.data = (0.02 * torch.randn(p.shape, generator=generator)).to(data)
             found = first_bad_tensor(model, total)
-    finally:
-        for p, data in spoiled:
-            p.data = data
+        finally:
+            for p, data in spoiled:
+                p.data = data
     if found is None:
         return None
     operation = f" of {found.operation}" if found.operation else ""

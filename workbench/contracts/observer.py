@@ -126,6 +126,7 @@ class Copy:
     state: dict[str, Any]
     group: dict[str, Any]
     after: Tensor | None = None
+    is_part: bool = False  # whether the tensors are parts of those of all ranks
 
 
 @dataclass(eq=False)
@@ -346,6 +347,7 @@ class Observer:
         self._replace(nn.Module, "zero_grad", self._noted("clear"))
         if torch.distributed.is_available():
             self._replace(torch.distributed, "all_reduce", self._reduced)
+            self._replace(torch.distributed, "destroy_process_group", self._parting)
         self._replace(checkpoint, "_checkpoint_without_reentrant_generator", self._checkpointed)
         own = checkpoint.CheckpointFunction
 
@@ -503,7 +505,7 @@ class Observer:
         call = self._open[-1]
         if isinstance(module, nn.Embedding) and depth and args and isinstance(args[0], Tensor):
             name = next((name for name, each in call.module.named_modules() if each is module), "")
-            call.tokens.setdefault(name, []).append(args[0].detach().clone())
+            call.tokens.setdefault(name, []).append(local_part(args[0].detach()).clone())
         if depth or call.module is not module or output is None:
             return
         call.lines_of_inputs = [line for each in tensors_in([args, kwargs]) for line in self._origins.of(each)]
@@ -624,7 +626,8 @@ class Observer:
         return acting_on_gradients(of, args, kwargs, lambda loss: self._note_update(of))
 
     def _note_update(self, of: Any) -> None:
-        if not any(each is of for each in self.optimizers):
+        is_new = not any(each is of for each in self.optimizers)
+        if is_new:
             self.optimizers.append(of)
         if id(of) in self._stepped:  # another update begins
             self._end_update()
@@ -636,7 +639,7 @@ class Observer:
         self._add((f"an optimized tensor of shape {tuple(p.shape)}", p) for p in held)
         if is_shared():
             for p in held:
-                if id(p) not in self.at_first and not self.n_done:
+                if id(p) not in self.at_first and (is_new or not self.n_done):
                     self.at_first[id(p)] = fingerprint(p)
         copies = self._copies(of)
         update = Update(self.n_done, of, rates, self._norms(), copies, line_of_script())
@@ -646,7 +649,8 @@ class Observer:
         self.updates.append(update)
         self.events.append(update)
         size = sum(p.numel() * p.element_size() for p in held)
-        if self.n_done == self.n_updates - 1 and size <= MOST_BYTES and not self.is_brief:
+        are_whole = not any(hasattr(p, "to_local") for p in held)
+        if self.n_done == self.n_updates - 1 and size <= MOST_BYTES and not self.is_brief and are_whole:
             update.before = [(p, p.detach().clone()) for p in held if not _is_released(p)]
         if sum(each.optimizer is of for each in self.updates) == 1:
             self._note_trainer(of)
@@ -672,10 +676,11 @@ class Observer:
         return [
             Copy(
                 p,
-                p.detach().clone(),
-                None if p.grad is None else p.grad.detach().clone() if scale is None else p.grad.detach() / scale,
-                copy.deepcopy(dict(states[p])) if p in states else {},
+                local_part(p.detach()).clone(),
+                None if (g := _part_of_gradient(p)) is None else g.clone() if scale is None else g / scale,
+                copy.deepcopy({name: _local(value) for name, value in states[p].items()}) if p in states else {},
                 {name: value for name, value in group.items() if name != "params"},
+                is_part=hasattr(p, "to_local"),
             )
             for p, group in chosen
         ]
@@ -686,7 +691,7 @@ class Observer:
             return
         update = self.updates[-1]
         for each in update.copies:
-            each.after = each.parameter.detach().clone()
+            each.after = local_part(each.parameter.detach()).clone()
         update.cosine = _cosine(update.copies)
         for earlier in self.updates[:-3]:
             earlier.copies = []
@@ -749,6 +754,15 @@ class Observer:
             self._note("reduce", id(tensor), {})
         return own(tensor, *args, **kwargs)
 
+    def _parting(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make the experiments before ranks can no longer exchange messages."""
+        try:
+            if self.passes and self.sees_all and not self.is_over:
+                self.has_ended = True
+                self.finish()
+        finally:
+            own(*args, **kwargs)
+
     def _checkpointed(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.checkpoints.add("not reentrant")
         return own(*args, **kwargs)
@@ -782,11 +796,26 @@ def _cosine(copies: Sequence[Copy]) -> float:
     for each in copies:
         if each.gradient is not None and each.after is not None and not each.gradient.is_sparse:
             decay = float(each.group.get("lr", 0.0)) * float(each.group.get("weight_decay", 0.0) or 0.0)
-            g, before = local_part(each.gradient).double(), local_part(each.before).double()
-            change = local_part(each.after).double() - before * (1 - decay)
+            g, before = each.gradient.double(), each.before.double()
+            change = each.after.double() - before * (1 - decay)
             along, size = along + float((g * change).sum()), size + float(g.square().sum())
             length += float(change.square().sum())
     return along / (size * length) ** 0.5 if size * length > 0 else float("nan")
+
+
+def _part_of_gradient(parameter: Any) -> Tensor | None:
+    """Return this rank's part of a gradient; None if there is none, or other ranks have summands of it."""
+    gradient, placements = parameter.grad, getattr(parameter, "placements", None)
+    if gradient is None or placements is None:
+        return None if gradient is None else gradient.detach()
+    others = [a for a, b in zip(gradient.placements, placements, strict=True) if a != b]
+    if not all(each.is_replicate() for each in others):
+        return None
+    return local_part(gradient.detach().redistribute(placements=placements) if others else gradient.detach())
+
+
+def _local(value: Any) -> Any:
+    return local_part(value) if isinstance(value, Tensor) else value
 
 
 def _contents(value: Any, depth: int = 3) -> dict[str, float]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import os
 import sys
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from functools import wraps
 from traceback import walk_stack
 from typing import Any
@@ -17,43 +15,19 @@ import numpy as np
 import torch
 from torch import distributed, nn
 
+from workbench.contracts.between_ranks import PATIENCE, of_all_ranks
 from workbench.contracts.lab import Contract, Lab, NotTestedError, contract, failed, not_applicable, passed
 from workbench.contracts.observer import digest, fingerprint
 from workbench.contracts.results import Result
 from workbench.formatting import number_in_words
 from workbench.models.calling import bare, is_shared
 from workbench.models.losses import tensors_in
+from workbench.models.readable_weights import parameters_of_shards
 
-#: Seconds for which a rank waits for the others.
-_PATIENCE = 30
 #: Relative difference of norms that are the same number, computed on two ranks.
 _SAME = 1e-5
 #: What a rank has seen, as JSON values; see `_own`.
 _Rank = dict[str, Any]
-
-
-def of_all_ranks(own: Any, what: str) -> list[Any]:
-    """Return the values of all ranks; alone, after a while, if others have none to send.
-
-    They go through the store of the process group instead of a collective operation, so that no rank waits for ever.
-    """
-    if not is_shared():
-        return [own]
-    try:
-        store, rank = distributed.distributed_c10d._get_default_store(), distributed.get_rank()
-        n, limit = distributed.get_world_size(), timedelta(seconds=_PATIENCE)
-        number = store.add(f"workbench/{what} of {rank}", 1)
-        keys = [f"workbench/{what} {number} of {each}" for each in range(n)]
-        store.set(keys[rank], json.dumps(own))
-        store.wait(keys, limit)
-        found = [json.loads(store.get(key)) for key in keys]
-        # The rank that holds the store stays until all have read.
-        if store.add(f"workbench/{what} {number} were read", 1) == n:
-            store.set(f"workbench/{what} {number} are done", "")
-        store.wait([f"workbench/{what} {number} are done"], limit)
-    except Exception:  # noqa: BLE001  (a store may fail in any way; the others are then unknown)
-        return [own]
-    return found
 
 
 def _own(lab: Lab) -> _Rank:
@@ -66,8 +40,10 @@ def _own(lab: Lab) -> _Rank:
             placements = None if kinds is None else [type(each).__name__ for each in kinds]
             parameters[names[-1]] = {"placements": placements, "first": seen.at_first[id(p)], "now": fingerprint(p)}
     local = []  # gradients of passes that are the only ones of their update
+    place = {id(event): i for i, event in enumerate(seen.events)}
     for each in seen.updates:
-        of_update = [one for one in seen.passes if one.update == each.index]
+        # Of several optimizers, all but the first have their first update after the step has been counted.
+        of_update = [one for one in seen.passes if one.update == each.index and place[id(one)] < place[id(each)]]
         is_single = len(of_update) == 1 and bool(np.isnan(of_update[0].before).all() | (of_update[0].before == 0).all())
         local.append(dict(zip(names, of_update[0].after.tolist(), strict=False)) if is_single else {})
     calls = [call for call in seen.calls if call.reached]
@@ -84,7 +60,18 @@ def _own(lab: Lab) -> _Rank:
         "inputs": [digest(tensors_in([call.args, call.kwargs])) for call in calls if call.is_kept],
         "random": [digest([call.rng]) for call in calls],
         "draws": sorted(drops),
+        "reads": _place_of_data(seen.roots[0]) if seen.roots else None,
     }
+
+
+def _place_of_data(model: nn.Module) -> list[int] | None:
+    """Return a rank's place among those that read other data, the same for ranks of one pass; None if it is unknown."""
+    split: list[Any] = [p for p in model.parameters() if hasattr(p, "device_mesh")]
+    shards, size = parameters_of_shards(model), max((p.device_mesh.size() for p in split), default=0)
+    meshes = [shards[id(p)].mesh_info.mesh for p in split if id(p) in shards]
+    if not split or size != distributed.get_world_size():
+        return None
+    return [*meshes[0].get_coordinate()] if meshes else []
 
 
 def _drop_rate(module: nn.Module) -> float:
@@ -104,7 +91,7 @@ def _of_ranks(id: str) -> Callable[[Callable[[Lab, list[_Rank]], Result]], Contr
                 if "of_ranks" not in vars(lab):
                     vars(lab)["of_ranks"] = of_all_ranks(_own(lab), "contracts")
                 if len(vars(lab)["of_ranks"]) < 2:
-                    raise NotTestedError(f"the ranks could not exchange messages within {_PATIENCE} seconds")
+                    raise NotTestedError(f"the ranks could not exchange messages within {PATIENCE} seconds")
                 return function(lab, vars(lab)["of_ranks"])
             if int(os.environ.get("WORLD_SIZE", "1")) > 1:
                 raise NotTestedError("the script has ended its process group before the experiments")
@@ -136,6 +123,16 @@ def _replicated(ranks: list[_Rank]) -> list[str]:
     """Return the parameters that each rank held with equal values before the first update."""
     known = ranks[0]["parameters"].items()
     return [name for name, each in known if each["placements"] is None and _apart(ranks, name, "first") <= _SAME]
+
+
+def _plain(ranks: list[_Rank]) -> list[str]:
+    """Return the parameters that are no tensors of several ranks."""
+    return [name for name, each in ranks[0]["parameters"].items() if each["placements"] is None]
+
+
+def _in_one_pass(ranks: list[_Rank]) -> bool:
+    """Return whether all ranks are known to compute parts of one pass, as in tensor parallelism."""
+    return all(rank.get("reads") == [] for rank in ranks)
 
 
 def _sharded(ranks: list[_Rank]) -> list[str]:
@@ -173,9 +170,8 @@ def _are_replicas(lab: Lab, ranks: list[_Rank]) -> bool:
     model = lab.seen.roots[0]
     if _wrapper_of(model) is not None:
         return True
-    if "FSDPModule" in {cls.__name__ for cls in type(model).__mro__}:
-        meshes = [getattr(p, "device_mesh", None) for p in model.parameters()]
-        return all(mesh is None or mesh.ndim == 1 for mesh in meshes)
+    if all(rank.get("reads") is not None for rank in ranks):
+        return len({tuple(rank["reads"]) for rank in ranks}) == len(ranks)
     return not _sharded(ranks)
 
 
@@ -183,20 +179,28 @@ def _are_replicas(lab: Lab, ranks: list[_Rank]) -> bool:
 def ranks_see_different_data(lab: Lab, ranks: list[_Rank]) -> Result:
     """Are the inputs of a pass other ones on each rank?
 
-    Hashes of the inputs are compared. Ranks that hold parts of one model (tensor parallelism) read the same data.
+    Hashes of the inputs are compared. Ranks that compute parts of one pass (tensor parallelism) read the same data.
     """
     inputs = [each for each in zip(*(rank["inputs"] for rank in ranks), strict=False) if all(each)]
     if not inputs:
         raise NotTestedError("no inputs of the passes were kept")
-    if not _are_replicas(lab, ranks):
+    places = [rank.get("reads") for rank in ranks]
+    if None in places and not _are_replicas(lab, ranks):
         return not_applicable("The ranks hold parts of one model.")
+    line = next(call.line for call in lab.seen.calls if call.reached and call.is_kept)
     for b in range(len(ranks)):
         for a in range(b):
-            if all(each[a] == each[b] for each in inputs):
-                line = next(call.line for call in lab.seen.calls if call.reached and call.is_kept)
+            if places[a] is not None and places[a] == places[b]:
+                if all(each[a] != each[b] for each in inputs):
+                    words = f"Ranks {a} and {b} compute parts of one pass with other inputs in {len(inputs)} passes."
+                    remedy = "give the ranks of a tensor-parallel group the same data: shard it by the other mesh axis."
+                    return failed(words, where=f"the data of the ranks ({line})", remedy=remedy)
+            elif all(each[a] == each[b] for each in inputs):
                 words = f"Ranks {a} and {b} have the same inputs in all {len(inputs)} passes."
                 remedy = "give each rank its own part: a DistributedSampler, or data[rank::n_ranks] and a seed by rank."
                 return failed(words, where=f"the data of the ranks ({line})", remedy=remedy)
+    if not _are_replicas(lab, ranks):
+        return passed(f"Ranks of one pass have the same inputs, and others have other ones, in {len(inputs)} passes.")
     return passed(f"All {len(ranks)} ranks have other inputs in {len(inputs)} passes.")
 
 
@@ -217,6 +221,11 @@ def gradients_reduced(lab: Lab, ranks: list[_Rank]) -> Result:
         remedy = "synchronize gradients in the last micro-batch: set_requires_gradient_sync(True)."
         return failed(words, where=f"{shards[0]} and {len(shards) - 1} others ({line})", remedy=remedy)
     names = _replicated(ranks)
+    if _in_one_pass(ranks):
+        if "ranks_see_different_data" in lab.failed:
+            raise NotTestedError("ranks of one pass read other data")
+        if any(_apart(ranks, name, "first") > _SAME for name in _plain(ranks)):
+            raise NotTestedError("parameters that are not split differ between ranks before the first update")
     if not names and shards:
         return passed(f"Shards of {len(shards)} parameters have gradients in {n_held} updates.")
     if not names:
@@ -254,7 +263,7 @@ def gradients_reduced(lab: Lab, ranks: list[_Rank]) -> Result:
             where=where,
             remedy=remedy,
         )
-    if (ratio := _sum_of_means(lab, ranks, names)) > 1 + 1e-3:
+    if not _in_one_pass(ranks) and (ratio := _sum_of_means(lab, ranks, names)) > 1 + 1e-3:
         return failed(
             f"A reduced gradient is {ratio:.3g} times as large as the mean of the ranks' norms, which no mean of them "
             "can be: gradients of losses that are means are summed over ranks.",
@@ -297,7 +306,7 @@ def replicas_equal(lab: Lab, ranks: list[_Rank]) -> Result:
     """Are parameters that all ranks train by the same gradients equal on all ranks after the updates?"""
     if not _are_replicas(lab, ranks):
         return not_applicable("The ranks hold parts of one model.")
-    names = [name for name, each in ranks[0]["parameters"].items() if each["placements"] is None]
+    names = _plain(ranks)
     if not names:
         return not_applicable("The ranks hold shards of the parameters.")
     return _equality(lab, ranks, names, "", "reduce all gradients over ranks, and clip and update alike on each.")
@@ -306,8 +315,11 @@ def replicas_equal(lab: Lab, ranks: list[_Rank]) -> Result:
 @_of_ranks("shards_equal")
 def shards_equal(lab: Lab, ranks: list[_Rank]) -> Result:
     """Under tensor parallelism, are parameters that are not split equal on all ranks after the updates?"""
+    if _in_one_pass(ranks) and "ranks_see_different_data" in lab.failed:
+        raise NotTestedError("ranks of one pass read other data")
     known = ranks[0]["parameters"].items()
-    whole = [name for name, each in known if {*(each["placements"] or ())} == {"Replicate"}] + _replicated(ranks)
+    whole = [name for name, each in known if {*(each["placements"] or ())} == {"Replicate"}]
+    whole += _plain(ranks) if _in_one_pass(ranks) else _replicated(ranks)
     if not whole or not _sharded(ranks):
         return not_applicable("No parameters are split over ranks beside others that are not.")
     remedy = "reduce their gradients over ranks, and clip by the norm of the whole model."

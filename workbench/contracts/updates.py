@@ -190,6 +190,8 @@ def _predicted(of: Any, each: Copy, dtype: torch.dtype) -> Tensor | None:
     kind, gradient = type(of), each.gradient
     if kind.__name__ not in _KNOWN or not kind.__module__.startswith("torch.optim") or gradient is None:
         return None
+    if each.is_part and kind.__name__ == "Adafactor":  # its step depends on the other parts
+        return None
     if gradient.is_sparse or each.before.is_complex() or type(each.before) is not Tensor:
         return None
     p = each.before.to(dtype, copy=True).requires_grad_()
@@ -306,7 +308,8 @@ def _pulled_back(seen: Observer) -> Result | None:
                 moves[a.parameter].append((a.after.double(), (b.before - a.after).double()))
     moved = {p: pairs for p, pairs in moves.items() if len(pairs) > 1 and p.numel() > 8}
     others = _parameters_of_modules() if len(moved) > 1 else []
-    pairs = [(p, q) for p in moved for q in others if q is not p and q.shape == p.shape]
+    others = [q for q in others if not hasattr(q, "to_local")]
+    pairs = [(p, q) for p in moved for q in others if q is not p and q.shape == moves[p][0][0].shape]
     pulls = {p: pull for p, q in pairs if (pull := _pull(q, moved[p])) > 0}
     if len(pulls) < 2 or np.ptp([*pulls.values()]) > 1e-3:
         return None
@@ -533,8 +536,9 @@ def loss_scale(lab: Lab) -> Result:
 
 def _underflow(lab: Lab) -> Result:
     """Return a failure if entries of the gradient are 0 that are not 0 with a scale."""
-    of, parameters = lab.taped(), [p for p in lab.model.parameters() if p.requires_grad]
+    of = lab.taped()
     with lab.undisturbed(of.calls[0], trains=True, gradients=True):
+        parameters = [p for p in lab.model.parameters() if p.requires_grad]
         loss = lab.loss(of)
         plain = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
         scaled = torch.autograd.grad(loss * 2.0**12, parameters, allow_unused=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -149,28 +149,35 @@ def shards_in(model: nn.Module) -> list[Any]:
 def gathered(model: nn.Module, *, casts: bool = False) -> Iterator[None]:
     """Replace parameters and buffers that are split over ranks by whole ones; every rank must call this.
 
-    Hooks that gather, split or cast tensors for ranks are left out, so that passes within the context send no messages
-    and are those of one process.
-
     Args:
         model: The model, split by FSDP2, tensor parallelism or both.
         casts: Whether passes have the number format in which FSDP2 computes, instead of that of the parameters.
     """
+    with replaced(model, whole_tensors(model, casts=casts), casts=casts):
+        yield
+
+
+def whole_tensors(model: nn.Module, *, casts: bool = False) -> dict[int, Tensor]:
+    """Return the whole of each parameter and buffer that is split over ranks, by the id of its part, by all ranks."""
     reshard(model)
     kinds = _computed_kinds(model) if casts else {}
     whole: dict[int, Tensor] = {}
-    places: list[tuple[dict[str, Any], str, Tensor]] = [
-        (table, name, tensor)
-        for module in model.modules()
-        for table in (module._parameters, module._buffers)
-        for name, tensor in table.items()
-        if tensor is not None and hasattr(tensor, "full_tensor")
-    ]
-    for _, _, tensor in places:
+    for _, _, tensor in _places_of_parts(model):
         if id(tensor) not in whole:
             full = full_tensor(tensor.detach()).to(kinds.get(id(tensor), tensor.dtype))
             is_parameter = isinstance(tensor, nn.Parameter)
             whole[id(tensor)] = nn.Parameter(full, requires_grad=tensor.requires_grad) if is_parameter else full
+    return whole
+
+
+@contextmanager
+def replaced(model: nn.Module, whole: Mapping[int, Tensor], *, casts: bool = False) -> Iterator[None]:
+    """Replace the parts of parameters and buffers on this rank by whole ones from `whole_tensors`.
+
+    Hooks that gather, split or cast tensors for ranks are left out, so that passes within the context send no messages
+    and are those of one process.
+    """
+    places = _places_of_parts(model)
     if not places:
         yield
         return
@@ -185,6 +192,11 @@ def gathered(model: nn.Module, *, casts: bool = False) -> Iterator[None]:
         finally:
             for table, name, tensor in places:
                 table[name] = tensor
+
+
+def _places_of_parts(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    tables: list[dict[str, Any]] = [t for m in model.modules() for t in (m._parameters, m._buffers)]
+    return [(table, name, each) for table in tables for name, each in table.items() if hasattr(each, "full_tensor")]
 
 
 def reshard(model: nn.Module) -> None:

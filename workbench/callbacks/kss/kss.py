@@ -73,7 +73,8 @@ class KSS(KSSControls):
     def attach(self, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> Shaper:
         """Apply KSS in any training loop, as a context around the loop.
 
-        Gradient accumulation, mixed precision, gradient checkpointing and DDP need no further code.
+        Gradient accumulation, mixed precision, gradient checkpointing and DDP need no further code, nor do FSDP2 and
+        tensor parallelism with the recommended settings, which gather the model for a pass.
 
         Args:
             model: Module that the loop calls, or its subject; it may be wrapped by DDP or ``torch.compile``.
@@ -84,6 +85,6 @@ class KSS(KSSControls):
 
         Raises:
             OptionError: If the optimizer evaluates the loss several times per step (LBFGS) or updates no parameter of
-                the model, or if the parameters are sharded over processes (FSDP).
+                the model, or if the parameters are sharded over processes and the coupling is not ``"trust_region"``.
         """
         return Shaper(self).attach(model, optimizer)

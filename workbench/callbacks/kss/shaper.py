@@ -32,7 +32,15 @@ from workbench.models.calling import (
 )
 from workbench.models.capture import StreamWatcher
 from workbench.models.probing import RepeatedPasses, eval_mode, watch
-from workbench.models.readable_weights import Measurement, complete, finish, read_arrays, read_numbers
+from workbench.models.readable_weights import (
+    Measurement,
+    complete,
+    finish,
+    gathered,
+    local_part,
+    read_arrays,
+    read_numbers,
+)
 from workbench.models.residual_check import require_residuals
 from workbench.training.callback import Callback, TrainingRun
 from workbench.zoo.module_of import module_of
@@ -113,6 +121,7 @@ class Shaper(Callback):
         self._rates: list[Any] = []
         self._parameters: list[Tensor] = []  # those that are copied before the update, and the copies
         self._copies: list[Tensor] = []
+        self._copied: list[int] = []  # ids of the parameters, of which this rank may have parts
         #: Inputs, and the measurement before the update that has begun on them, with its tensors.
         self._begun: tuple[Any, Measurement[dict[int, LayerPenalty]], list[Tensor]] | None = None
         self._is_shared = False
@@ -136,7 +145,7 @@ class Shaper(Callback):
     def attach(self, model: Subject | nn.Module, optimizer: torch.optim.Optimizer) -> Shaper:
         """Add the hooks; see `KSS.attach`."""
         model = module_of(model)
-        _check_attachable(bare(model), innermost(optimizer))
+        _check_attachable(bare(model), innermost(optimizer), self.kss.options.coupling)
         self.model, self.optimizer = bare(model), innermost(optimizer)
         self._is_shared, self._entrances = is_shared(), tuple(entrances(model))
         keep_inputs = torch.compiler.disable(self._keep_inputs)  # it stores tensors, and must not be compiled
@@ -162,7 +171,7 @@ class Shaper(Callback):
         self._handles.clear()
         self._inputs.clear()
         self._end_update()
-        self._parameters, self._copies = [], []
+        self._parameters, self._copies, self._copied = [], [], []
         self._anatomy, self._passes, self._entrances = None, None, ()
         del self.model, self.optimizer
 
@@ -218,7 +227,8 @@ class Shaper(Callback):
 
     def read_anatomy(self, inputs: Any) -> None:
         """Find the residual blocks now, instead of in the first step in which KSS acts."""
-        self._anatomy = anatomy = _residual_blocks(self.model, inputs)
+        with gathered(self.model):
+            self._anatomy = anatomy = _residual_blocks(self.model, inputs)
         _draw_layers(self.kss.control, len(anatomy.sites), np.random.default_rng(0))
 
     def begin_step(self, step: int | None = None) -> None:
@@ -360,9 +370,10 @@ class Shaper(Callback):
         if not control.is_due(self.step):
             return
         parameters: list[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if [*map(id, parameters)] != [*map(id, self._parameters)]:
+        if [*map(id, parameters)] != self._copied:
             # The copies are reused, as allocating new memory costs more than copying.
-            self._parameters, self._copies = parameters, [torch.empty_like(p) for p in parameters]
+            self._copied, self._parameters = [*map(id, parameters)], [local_part(p.detach()) for p in parameters]
+            self._copies = [torch.empty_like(p) for p in self._parameters]
         torch._foreach_copy_(self._copies, self._parameters)
         self._begin_measurement(control)
 
@@ -439,7 +450,15 @@ class Shaper(Callback):
         return layer_penalties(stacks, self.kss.options.penalty, gamma=control.gamma, has_spectra=has_spectra)
 
     def _moments_of_layers(self, model: nn.Module, inputs: Any, control: ControlValues) -> list[StackedMoments]:
-        """Pass some examples, the same in all calls of a step, and return the moments of the chosen layers."""
+        """Return the moments of the chosen layers, in passes of gathered parameters if ranks hold parts of them."""
+        with gathered(model):
+            layers, states = self._states_of_layers(model, inputs, control)
+        return stacked({i: states[i] for i in layers}, is_shared=self._is_shared)
+
+    def _states_of_layers(
+        self, model: nn.Module, inputs: Any, control: ControlValues
+    ) -> tuple[list[int], dict[int, tuple[Tensor, Tensor]]]:
+        """Pass some examples, the same in all calls of a step, and return their states in the chosen layers."""
         has_gradient = torch.is_grad_enabled()
         options = self.kss.options
         # The generator depends only on the step. A resumed run needs no further state, and ranks whose last batches
@@ -478,7 +497,7 @@ class Shaper(Callback):
         ):
             call_model(model, inputs)
         self._last_states_per_example = watcher.leading.numel() / count_examples(inputs, layout.inputs or 0)
-        return stacked({i: states[i] for i in layers}, is_shared=self._is_shared)
+        return layers, states
 
     def _gradients(self, of_states: Sequence[tuple[Tensor, Tensor]]) -> dict[nn.Parameter, Tensor] | None:
         """Return the gradient in the parameters of the optimizer, from that in states; None if it is not finite."""
@@ -538,7 +557,7 @@ def _draw_layers(control: ControlValues, n_layers: int, random: np.random.Genera
     return list(layers)
 
 
-def _check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer, coupling: str) -> None:
     """Raise `OptionError` if KSS cannot act on a model and its optimizer."""
     name = type(model).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -546,9 +565,15 @@ def _check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
             "KSS cannot act inside LBFGS, which evaluates the loss several times per step; use another optimizer, such "
             "as AdamW."
         )
-    if is_split(model):
+    if is_split(model) and not any(hasattr(p, "full_tensor") for p in model.parameters()):
         raise OptionError(
-            f"KSS cannot read the parameters of {name}, which are sharded over processes; train with DDP."
+            f"KSS cannot read the parameters of {name}, which are sharded over processes; shard it with fully_shard "
+            "(FSDP2), or train with DDP."
+        )
+    if is_split(model) and coupling != "trust_region":
+        raise OptionError(
+            f"KSS with coupling={coupling!r} needs gradients of whole parameters, but those of {name} are sharded over "
+            "processes; use wb.KSS.recommended(), or train with DDP."
         )
     parameters = {id(p) for p in model.parameters() if p.requires_grad}
     if not any(id(p) in parameters for group in optimizer.param_groups for p in group["params"]):
