@@ -56,6 +56,17 @@ def test_the_training_is_the_same_and_recorded(tmp_path):
     assert monitors["loss"].values == pytest.approx([expected[step] for step in monitors["step"].values], rel=1e-6)
 
 
+def test_modules_that_share_an_optimizer_are_watched_together(tmp_path):
+    two = ADAM.replace("model.parameters()", "[*model.parameters(), *head.parameters()]")
+    two = f"head, body = nn.Linear(4, 4), model\nbody(torch.randn(2, 8))\n{two}\nmodel = lambda x: head(body(x))"
+    done = run(tmp_path, "-m", "workbench", "watch", "--store", "a.zarr", "--", "python", create=two, end="quit()")
+    record = wb.open_run(tmp_path / "a.zarr")
+    assert record["events"]["step"].values[-1] == 12, done.stderr
+    assert (record["monitors"]["grad_norm"] > 0).all()
+    assert record["monitors"]["loss"].isnull().all()  # not seen, so that nothing is said about it
+    assert "no alarm" in done.stdout
+
+
 def test_the_status_of_a_broken_script_is_kept(tmp_path):
     done = run(tmp_path, "-m", "workbench", "watch", "--store", "a.zarr", "--", "python", end="raise SystemExit(7)")
     assert done.returncode == 7

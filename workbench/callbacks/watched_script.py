@@ -62,7 +62,8 @@ class _Finder:
         self.watched: Watch | None = None
         self.problem = ""
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._refused: set[int] = set()
+        self._refused: set[tuple[int, int]] = set()
+        self._parts: list[nn.Module] = []
         self._own_init, self._own_call = torch.optim.Optimizer.__init__, nn.Module.__call__
 
     def __enter__(self) -> _Finder:
@@ -74,7 +75,7 @@ class _Finder:
 
         # Not a global hook, of which the compiler warns, and after which the module's own hooks miss this pass.
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.watched is None and module.training and torch.is_grad_enabled() and id(module) not in self._refused:
+            if self.watched is None and module.training and torch.is_grad_enabled():
                 self._find(module)
             return self._own_call(module, *args, **kwargs)
 
@@ -116,14 +117,21 @@ class _Finder:
             print(f"workbench: The training is not watched: {error}", file=sys.stderr)
 
     def _find(self, module: nn.Module) -> None:
-        created = [each for ref in self._optimizers if (each := ref()) is not None]
-        held = {id(parameter) for parameter in module.parameters()}
-        groups = {id(o): {id(p) for group in o.param_groups for p in group["params"]} for o in created}
-        own = [each for each in created if groups[id(each)] <= held]
-        if not own:
-            self._refused.add(id(module))
+        if (key := (id(module), len(self._optimizers))) in self._refused:
             return
-        self._watch(module, own if len(own) > 1 else own[0])
+        self._refused.add(key)  # until another optimizer is created
+        created = [each for ref in self._optimizers if (each := ref()) is not None]
+        groups = {id(o): {id(p) for group in o.param_groups for p in group["params"]} for o in created}
+        held = {id(parameter) for parameter in module.parameters()}
+        if not any(group & held for group in groups.values()):
+            return
+        # The outermost module is called first; others that follow, such as a decoder, hold further parameters.
+        inside = {id(parameter) for part in self._parts for parameter in part.parameters()}
+        self._parts += [] if held <= inside else [module]
+        if own := [each for each in created if groups[id(each)] <= held | inside]:
+            self._watch(
+                self._parts[0] if len(self._parts) == 1 else nn.ModuleList(self._parts), own if len(own) > 1 else own[0]
+            )
 
 
 def main() -> None:
