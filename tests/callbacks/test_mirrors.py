@@ -9,6 +9,8 @@ import threading
 import time
 import urllib.request
 import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from tests.about import about
 from tests.callbacks.mirrored_runs import AT, N_STEPS, trained
 from tests.callbacks.wandb_files import runs_in
 from workbench.callbacks import mirrors
-from workbench.callbacks.mirrors import Outlet, RaisedAlarm, close_all, numbers, services_of
+from workbench.callbacks.mirrors import Outlet, close_all, numbers, services_of
 from workbench.callbacks.observation import Alarm, Observation
 from workbench.errors import MissingPackageError, OptionError
 from workbench.io.run_output import RecordingWarning
@@ -77,7 +79,8 @@ def test_values_that_are_not_real_numbers_are_left_out_but_infinity_is_kept():
 
 
 def alarm(step=12, signal="loss"):
-    return RaisedAlarm(Alarm(step, signal, -1, -1, 2.0, 9.0, is_outcome=True, message="The loss rises."), "unknown")
+    message = "The loss rises."
+    return Alarm(step, signal, -1, -1, 2.0, 9.0, is_outcome=True, message=message), f"{message} Cause: unknown."
 
 
 def mirrored(log, *observations, alarms=(), path=None, state="finished"):
@@ -366,6 +369,35 @@ def test_trackio_starts_a_run_of_its_own_and_leaves_the_steps_of_a_loop(tmp_path
     assert [(row["watch/step"], row["monitors/loss"]) for row in mirror] == [*enumerate(losses)]
 
 
+def test_the_calls_that_aim_receives(tmp_path, monkeypatch):
+    """With a stand-in: where it was tried, Aim did not read its own runs back."""
+    runs = []
+
+    class Run:
+        name = ""
+
+        def __init__(self):
+            self.got, self.is_closed = [], False
+            runs.append(self)
+
+        def track(self, value, name, step):
+            self.got.append((name, value, step))
+
+        def close(self):
+            self.is_closed = True
+
+    Run.__module__ = "aim.sdk.run"
+    module = ModuleType("aim")
+    module.Run, module.Text, module.__spec__ = Run, str, ModuleSpec("aim", None)
+    monkeypatch.setitem(sys.modules, "aim", module)
+    held = Run()
+    for log in ("aim", module, held):
+        mirrored(log, attention(20), alarms=[alarm()], path=tmp_path / "a.zarr")
+    expected = [(tag, value, 20) for tag, value in EXPECTED.items()]
+    assert all(run.got == [*expected, ("alarm", "The loss rises. Cause: unknown.", 12)] for run in runs)
+    assert [(run.name, run.is_closed) for run in runs] == [("", False), ("a", True), ("a", True)]
+
+
 @pytest.fixture
 def mlflow(tmp_path, monkeypatch):
     """MLflow with a server on this machine."""
@@ -396,7 +428,8 @@ def mlflow(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_mlflow_with_a_server(tmp_path, mlflow):
+def test_mlflow_with_a_server(tmp_path, mlflow, monkeypatch):
+    monkeypatch.setattr(mirrors, "SECONDS_TO_CLOSE", 300.0)
     client = mlflow.MlflowClient()
     losses, watched = trained(store=tmp_path / "a.zarr", log="mlflow")
     assert losses == trained()[0]

@@ -12,11 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,26 +29,16 @@ from workbench.schema.statuses import RunState
 if TYPE_CHECKING:
     from workbench.callbacks.observation import Alarm, Observation
 
-#: Most rows, and values in them, that wait for one mirror; most alarms.
-_MOST_ROWS, _MOST_VALUES, _MOST_ALARMS = 2000, 2_000_000, 500
+#: Most rows, and values in them, that wait for one mirror.
+_MOST_ROWS, _MOST_VALUES = 2000, 2_000_000
 #: Seconds that all mirrors together may take at the end of a run.
 SECONDS_TO_CLOSE = 10.0
 #: Metric of W&B and trackio that counts the updates of the run.
 _STEP = "watch/step"
 
 Row = tuple[int, dict[str, float]]
-
-
-class RaisedAlarm(NamedTuple):
-    """An alarm, and its cause in a few words."""
-
-    alarm: Alarm
-    cause: str
-
-    @property
-    def text(self) -> str:
-        """The alarm as sentences."""
-        return f"{self.alarm.message.rstrip('.')}. Cause: {self.cause}."
+#: An alarm, and the same as sentences, with its cause.
+RaisedAlarm = tuple["Alarm", str]
 
 
 class Service:
@@ -74,16 +65,12 @@ class Service:
 
 
 class Outlet:
-    """The queue and the thread between a training and a service.
-
-    Args:
-        service: The service.
-    """
+    """The queue and the thread between a training and a service."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._state, self._n_updates = service, "", 0
         self._rows: deque[Observation] = deque()
-        self._alarms: deque[RaisedAlarm] = deque(maxlen=_MOST_ALARMS)
+        self._alarms: deque[RaisedAlarm] = deque()
         self._n_put = self._n_taken = 0  # values; each count is changed by one thread alone
         self._trouble, self._has_warned = "", False
         self._wake, self._closing = threading.Event(), threading.Event()
@@ -282,13 +269,12 @@ class _TensorBoard(_Library):
         return SummaryWriter(str(self._path.with_suffix(".tensorboard")))
 
     def send(self, rows: list[Row]) -> None:
-        for step, named in rows:
-            for tag, value in named.items():
-                self._run.add_scalar(tag, value, step)
+        for tag, value, step in ((tag, value, step) for step, named in rows for tag, value in named.items()):
+            self._run.add_scalar(tag, value, step)
 
     def warn(self, alarms: list[RaisedAlarm]) -> None:
-        for each in alarms:
-            self._run.add_text("alarm", each.text, each.alarm.step)
+        for alarm, text in alarms:
+            self._run.add_text("alarm", text, alarm.step)
 
     def close(self, state: str, n_updates: int) -> None:
         self._run.flush()
@@ -298,8 +284,12 @@ class _TensorBoard(_Library):
 class _Stepped(_Library):
     """A service with one counter of steps for all numbers of a run, which belongs to the loop if it logs as well.
 
-    The rows of such a loop keep their steps: ours are added at the latest of them. Until the loop logs, they wait.
+    The rows of such a loop keep their steps: ours are added at the latest of them, `_place`. Until it logs, they wait.
     """
+
+    _place: Callable[[], int]
+    _add: Callable[[list[Row]], None]
+    _log: Callable[[list[Row]], None]
 
     def __init__(self, held: Any, path: Path | None) -> None:
         super().__init__(held, path)
@@ -321,16 +311,6 @@ class _Stepped(_Library):
             (self._log if self._place() == self._first else self._add)(list(self._waiting))
         super().close(state, n_updates)
 
-    def _place(self) -> int:
-        """Return the step of the loop."""
-        raise NotImplementedError
-
-    def _add(self, rows: list[Row]) -> None:
-        """Add rows at the step of the loop."""
-
-    def _log(self, rows: list[Row]) -> None:
-        """Log rows at their own steps."""
-
     def _finish(self, *, is_sound: bool) -> None:
         self._run.finish()
 
@@ -346,9 +326,9 @@ class _Wandb(_Stepped):
 
         # Nobody is asked for a key: without one, the run stays on this machine, for `wandb sync`.
         is_offline = wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False)
+        options: dict[str, Any] = {"mode": "offline"} if is_offline else {}
         settings = wandb.Settings(console="off", silent=True)
-        mode = "offline" if is_offline else None
-        return wandb.init(name=self._name, reinit="create_new", mode=mode, settings=settings)  # type: ignore[arg-type]
+        return wandb.init(name=self._name, reinit="create_new", settings=settings, **options)
 
     def _place(self) -> int:
         return int(self._run.step)
@@ -376,8 +356,8 @@ class _Wandb(_Stepped):
         self._known |= named.keys()
 
     def warn(self, alarms: list[RaisedAlarm]) -> None:
-        for each in alarms:
-            self._run.alert(f"{self._name}: {each.alarm.signal}"[:63], each.text, "WARN")
+        for alarm, text in alarms:
+            self._run.alert(f"{self._name}: {alarm.signal}"[:63], text, "WARN")
 
     def _finish(self, *, is_sound: bool) -> None:
         self._run.finish(exit_code=int(not is_sound))
@@ -398,16 +378,15 @@ class _Trackio(_Stepped):
         return int(self._run._next_step) - 1  # a larger step would move the counter of the loop
 
     def _add(self, rows: list[Row]) -> None:
-        for step, named in rows:
-            self._run.log({_STEP: step, **named}, step=self._place())
+        self._log(rows, self._place)
 
-    def _log(self, rows: list[Row]) -> None:
+    def _log(self, rows: list[Row], place: Callable[[], int] | None = None) -> None:
         for step, named in rows:
-            self._run.log({_STEP: step, **named}, step=step)
+            self._run.log({_STEP: step, **named}, step=step if place is None else place())
 
     def warn(self, alarms: list[RaisedAlarm]) -> None:
-        for each in alarms:
-            self._run.alert(each.alarm.signal, each.text, step=each.alarm.step)
+        for alarm, text in alarms:
+            self._run.alert(alarm.signal, text, step=alarm.step)
 
 
 class _MLflow(_Library):
@@ -419,7 +398,7 @@ class _MLflow(_Library):
         self._run_id = held.run_id if inner is not held else None
         super().__init__(held if hasattr(held, "info") else None, path)
         self._is_own &= self._run_id is None
-        self._n_alarms = 0
+        self._n_alarms, self._tags = 0, dict[str, str]()
 
     def _active(self) -> Any:
         return sys.modules["mlflow"].active_run() if "mlflow" in sys.modules else None
@@ -441,11 +420,11 @@ class _MLflow(_Library):
             self._client.log_batch(self._run_id, metrics=metrics[begin : begin + 1000])
 
     def warn(self, alarms: list[RaisedAlarm]) -> None:
-        first = {} if self._n_alarms else {"first_alarm": alarms[0]}
-        for key, each in {**first, "latest_alarm": alarms[-1]}.items():
-            self._client.set_tag(self._run_id, f"watch.{key}", f"step {each.alarm.step}: {each.text}"[:1000])
+        first, latest = (f"step {alarm.step}: {text}"[:1000] for alarm, text in (alarms[0], alarms[-1]))
+        self._tags = {"first_alarm": first} | self._tags | {"latest_alarm": latest}
         self._n_alarms += len(alarms)
-        self._client.set_tag(self._run_id, "watch.n_alarms", str(self._n_alarms))
+        for key, value in {**self._tags, "n_alarms": self._n_alarms}.items():
+            self._client.set_tag(self._run_id, f"watch.{key}", value)
 
     def _finish(self, *, is_sound: bool) -> None:
         import_module("mlflow").end_run("FINISHED" if is_sound else "FAILED")
@@ -460,13 +439,12 @@ class _Aim(_Library):
         return run
 
     def send(self, rows: list[Row]) -> None:
-        for step, named in rows:
-            for tag, value in named.items():
-                self._run.track(value, name=tag, step=step)
+        for tag, value, step in ((tag, value, step) for step, named in rows for tag, value in named.items()):
+            self._run.track(value, name=tag, step=step)
 
     def warn(self, alarms: list[RaisedAlarm]) -> None:
-        for each in alarms:
-            self._run.track(import_module("aim").Text(each.text), name="alarm", step=each.alarm.step)
+        for alarm, text in alarms:
+            self._run.track(import_module("aim").Text(text), name="alarm", step=alarm.step)
 
 
 #: Services that can be named, with the method by which their runs are recognized.
@@ -480,15 +458,7 @@ _NAMED = {
 
 
 def services_of(log: Any) -> list[Callable[[Path | None], Service]]:
-    """Return a function of the path of the store for each logger; it is called where the training begins.
-
-    Args:
-        log: A name, a run or writer, another logger or a function, or a list of them; None for none.
-
-    Raises:
-        OptionError: If a logger is none of those that are known.
-        MissingPackageError: If the package of a named one is not installed.
-    """
+    """Return a function of the path of the store for each logger; it is called where the training begins."""
     logs = log if isinstance(log, list | tuple) else [] if log is None else [log]
     return [_service_of(each) for each in logs]
 
@@ -497,11 +467,8 @@ def _service_of(log: Any) -> Callable[[Path | None], Service]:
     name = log.__name__ if type(log) is type(sys) else log
     if isinstance(name, str) and name in _NAMED:
         if find_spec(name) is None:
-            raise MissingPackageError(
-                f"log='{name}' needs the package {name}; install it with 'pip install {name}'.",
-                name=name,
-                expected="installed",
-            )
+            sentence = f"log='{name}' needs the package {name}; install it with 'pip install {name}'."
+            raise MissingPackageError(sentence, name=name, expected="installed")
         return partial(_NAMED[name][0], None)
     owner = getattr(log, "__self__", log)
     log = owner if hasattr(owner, "define_metric") else log  # wandb.log
@@ -510,10 +477,8 @@ def _service_of(log: Any) -> Callable[[Path | None], Service]:
             return partial(service, log)
     inner = getattr(log, "tracker", getattr(log, "experiment", None))  # of accelerate, of Lightning
     if inner is not None and not callable(log):
-        try:
+        with suppress(OptionError):
             return _service_of(inner)
-        except OptionError:
-            pass
     send = log if callable(log) else getattr(log, "log_metrics", getattr(log, "log", None))
     if isinstance(log, str) or not callable(send):
         expected = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,7 @@ _EXPECTED = "the URL of a webhook, the name of an environment variable after a $
 
 
 class Notice(Service):
-    """Messages about one run; alarms that come while it rests are described and counted in one message.
-
-    Args:
-        send: Function that sends a text, with what it says as data.
-        title: What it is called in a warning.
-        path: Store of the run.
-    """
+    """Messages about one run; alarms that come while it rests are described and counted in one message."""
 
     takes_rows, pause = False, 0.0
 
@@ -36,73 +32,58 @@ class Notice(Service):
         self._send, self.title, self.rest = send, title, _REST
         self._name = "watched" if path is None else path.name
         self._waiting: list[RaisedAlarm] = []
-        self._n_waiting = self._n_alarms = 0
+        self._n_alarms = 0
 
     @property
     def has_more(self) -> bool:  # type: ignore[override]
         """Whether alarms wait that could not be sent."""
-        return self._n_waiting > 0
+        return bool(self._waiting)
 
     def warn(self, alarms: list[RaisedAlarm]) -> None:
         """Send one message about all alarms since the last one."""
-        self._waiting = [*self._waiting, *alarms][:_N_DESCRIBED]
-        self._n_waiting += len(alarms)
+        self._waiting += alarms
         self._n_alarms += len(alarms)
-        first = self._waiting[0].alarm
-        what = (
-            f"{self._n_waiting} alarms from step {first.step} on"
-            if self._n_waiting > 1
-            else f"alarm at step {first.step}"
-        )
-        lines = [f"step {each.alarm.step}, {each.alarm.signal}: {each.text}" for each in self._waiting]
-        if (n_more := self._n_waiting - len(lines)) > 0:
-            lines.append(f"and {n_more} more")
-        self._post(f"Run {self._name}: {what}", lines, "alarm", first.step, self._n_waiting)
-        self._waiting, self._n_waiting = [], 0
+        n, first = len(self._waiting), self._waiting[0][0]
+        what = f"{n} alarms from step {first.step} on" if n > 1 else f"alarm at step {first.step}"
+        lines = [f"step {alarm.step}, {alarm.signal}: {text}" for alarm, text in self._waiting[:_N_DESCRIBED]]
+        more = [f"and {n - _N_DESCRIBED} more"] if n > _N_DESCRIBED else []
+        self._post("alarm", first.step, n, "\n".join([f"Run {self._name}: {what}", *lines, *more]))
+        self._waiting = []
 
     def close(self, state: str, n_updates: int) -> None:
         """Send a message about the end of the run."""
         how = {RunState.FINISHED: "finished", RunState.STOPPED: "was stopped by an error"}.get(RunState(state), state)
-        title = f"Run {self._name} {how} after {n_updates} updates, with {counted(self._n_alarms, 'alarm')}"
-        self._post(title, [], state, n_updates, self._n_alarms)
+        text = f"Run {self._name} {how} after {n_updates} updates, with {counted(self._n_alarms, 'alarm')}"
+        self._post(str(state), n_updates, self._n_alarms, text)
 
-    def _post(self, title: str, lines: list[str], kind: str, step: int, n_alarms: int) -> None:
-        text = "\n".join([title, *lines])
-        self._send(text, {"run": self._name, "kind": str(kind), "step": step, "n_alarms": n_alarms, "text": text})
+    def _post(self, kind: str, step: int, n_alarms: int, text: str) -> None:
+        self._send(text, {"run": self._name, "kind": kind, "step": step, "n_alarms": n_alarms, "text": text})
 
 
 def notices_of(notify: Any) -> list[Callable[[Path | None], Notice]]:
-    """Return a function of the path of the store for each receiver.
-
-    Args:
-        notify: URL, name of a variable, or function; or a list of them; None for none.
-
-    Raises:
-        OptionError: If it is none of these. The message does not contain a URL.
-    """
+    """Return a function of the path of the store for each URL, name of a variable, or function."""
     given = notify if isinstance(notify, list | tuple) else [] if notify is None else [notify]
     return [_notice_of(each) for each in given]
 
 
 def _notice_of(to: Any) -> Callable[[Path | None], Notice]:
     if callable(to):
-        return lambda path: Notice(lambda text, data: to(text), "The function of notify=", path)
+        return partial(Notice, lambda text, data: to(text), "The function of notify=")
     if not isinstance(to, str):
         raise OptionError.of("notify", to, _EXPECTED)
-    url = os.environ.get(to[1:], "") if to.startswith("$") else to
-    where = f"the environment variable {to[1:]}" if to.startswith("$") else "notify"
-    try:
+    is_named = to.startswith("$")
+    url = os.environ.get(to[1:], "") if is_named else to
+    host: str = ""
+    with suppress(ValueError):
         parts = urlsplit(url)
-        is_plain = parts.scheme in ("http", "https") and "@" not in parts.netloc
-        host = parts.hostname if is_plain else None
-    except ValueError:
-        host = None
+        host = (parts.hostname or "") if parts.scheme in ("http", "https") and "@" not in parts.netloc else ""
     if not host:  # a URL is a secret, and the message does not contain it
         raise OptionError(
-            f"{where} must be a URL that begins with https:// and names no user; copy it from the settings of the "
-            "webhook, or pass a function that sends the text."
+            f"{f'the environment variable {to[1:]}' if is_named else 'notify'} must be a URL that begins with https:// "
+            "and names no user; copy it from the settings of the webhook, or pass a function that sends the text."
         )
-    return lambda path: Notice(lambda text, data: _post(url, str(host), text, data), f"The webhook at {host}", path)
+    # Closures, as the representation of a partial function shows its arguments.
+    return lambda path: Notice(lambda text, data: _post(url, host, text, data), f"The webhook at {host}", path)
 
 
 def _post(url: str, host: str, text: str, data: dict[str, Any]) -> None:

@@ -842,7 +842,7 @@ class AttachedRecorder:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms._new_attribution(fresh)) is not None:
             self.event("attribution", step=observation.step, **found.as_event())
-        return [RaisedAlarm(alarm, alarms.attribute().summary) for alarm in fresh]
+        return [(alarm, f"{alarm.message.rstrip('.')}. Cause: {alarms.attribute().summary}.") for alarm in fresh]
 
 
 def _of(result: Any, collectors: Collectors) -> Any:
