@@ -212,7 +212,8 @@ def test_large_rows_are_bounded_by_their_values(monkeypatch):
         put_all(outlet, map(attention, range(20)))  # of 18 values each
     goes_on.set()
     close_all([outlet], "finished", 1)
-    assert got == [0, 1, 2, 3, 4]
+    assert got == [*range(len(got))]
+    assert 5 <= len(got) <= 10  # some may be taken in between
 
 
 @pytest.mark.parametrize("log", ["wandbb", 3, ["tensorboard", 3]])

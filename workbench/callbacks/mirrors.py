@@ -46,7 +46,7 @@ class Service:
 
     title = "The logger"
     takes_rows = True
-    #: Seconds for which rows are collected, and for which it rests after alarms.
+    #: Seconds for which rows are collected, 0 to send them at once, and for which it rests after alarms.
     pause, rest = 0.5, 0.0
     #: Whether `warn` is to be called again, also without new alarms.
     has_more = False
@@ -87,7 +87,7 @@ class Outlet:
                 self._rows.append(observation)
             else:
                 self._trouble = self._trouble or "it is too slow"
-        if self._rows or self._alarms:
+        if self._alarms or (self._rows and not self._service.pause):  # waking a thread takes longer than all the rest
             self._wake.set()
         self._report()
 
@@ -118,9 +118,9 @@ class Outlet:
         service = self._service
         is_over = not self._tried(service.start)
         while not is_over:
-            self._wake.wait()
-            is_over = self._closing.wait(service.pause)
+            self._wake.wait(service.pause or None)
             self._wake.clear()
+            is_over = self._closing.is_set()
             rows = []
             for _ in range(len(self._rows)):
                 seen = self._rows.popleft()
@@ -149,7 +149,7 @@ class Outlet:
 
 
 def _size(observation: Observation) -> int:
-    return sum(np.size(value) for value in observation.values.values())
+    return sum(getattr(value, "size", 1) for value in observation.values.values())
 
 
 def plain_reason(error: BaseException) -> str:
