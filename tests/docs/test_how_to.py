@@ -18,6 +18,7 @@ RUN = {
     "calibrate_alarms": True,
     "assess_in_ci": True,
     "use_the_command_line": True,
+    "follow_from_far_away": False,
 }
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.request
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -84,6 +85,8 @@ def bucket(monkeypatch):
         monkeypatch.setenv(name, value)
     import boto3
 
+    # Its backend belongs to the process, and keeps what an earlier server was given.
+    urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/moto-api/reset", method="POST")).close()
     boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="runs")
     try:
         yield link

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
 import threading
@@ -79,8 +78,8 @@ class FarPlace:
         return self._at("/".join([self.url, *names]))
 
     def _at(self, url: str) -> FarPlace:
-        found = copy.copy(self)  # with the same connections
-        found.url, found.name = url, url.rpartition("/")[2]
+        found = FarPlace(url)
+        found._link = self._link  # the same connections
         return found
 
     def read(self, key: str = "") -> bytes | None:

@@ -257,22 +257,29 @@ def _rows_far(folder: FarPlace) -> list[dict[str, Any]]:
     entries = far_entries(folder)
 
     def row(name: str) -> dict[str, Any] | None:
-        place = folder.within(name)
-        entry = entries.get(f"{name}.json")
+        place, entry = folder.within(name), entries.get(f"{name}.json")
         try:
             if entry is None and place.stamp("zarr.json") is None:
                 return None  # another folder
-            # What a writer leaves behind that was cut off may be older than its store.
-            is_final = entry is not None and (entry["state"] != RunState.RUNNING or is_alive(entry))
-            return _told(place, entry if entry is not None and is_final else _far_entry(place, entry))
+            return _told(place, _far_entry(place, entry))
         except StoreError:
             return {"path": str(place), "name": _stem(name), "state": "unreadable"}
 
+    rows: list[dict[str, Any] | None] = []
+    unsure = []
     names = [name[:-1] for name in folder.listed() if name.endswith("/") and not name.startswith(".")]
     if not names and not entries:
         raise StoreError(f"{folder} cannot be listed (it is empty, or missing); pass a folder that contains runs.")
+    for name in names:
+        entry = entries.get(f"{name}.json")
+        # What a writer leaves behind that was cut off may be older than its store.
+        if entry is not None and (entry["state"] != RunState.RUNNING or is_alive(entry)):
+            rows.append(_told(folder.within(name), entry))
+        else:
+            unsure.append(name)
     with ThreadPoolExecutor(_N_AT_ONCE) as pool:
-        return [each for each in pool.map(row, names) if each is not None]
+        rows += pool.map(row, unsure)
+    return [each for each in rows if each is not None]
 
 
 def far_entries(folder: FarPlace) -> dict[str, dict[str, Any] | None]:
