@@ -35,7 +35,7 @@ def test_the_screen_shows_state_curve_alarm_and_cause(tmp_path, capsys):
     assert main(["follow", "--once", str(path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     for words in ("finished", "step 39", "loss 1.1", "First alarm: step 7 (grad_norm): The gradient norm rose.",
-                  "Attributed to: learning rate", "loss, 1.1 to 5", "workbench diagnose"):  # fmt: skip
+                  "It was raised.", "loss, 1.1 to 5", "workbench diagnose"):  # fmt: skip
         assert words in shown
     assert main(["follow", "--json", str(path)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -97,10 +97,10 @@ def test_q_ends_the_screen_of_a_terminal(tmp_path):
                                stderr=subprocess.PIPE, env={**os.environ, "TERM": "xterm"})  # fmt: skip
     os.close(theirs)
     shown, end = b"", time.monotonic() + 60
-    while b"Attributed" not in shown and time.monotonic() < end:
+    while b"It was raised" not in shown and time.monotonic() < end:
         if select.select([ours], [], [], 1)[0]:
             shown += os.read(ours, 1 << 16)
-    assert b"Attributed" in shown
+    assert b"It was raised" in shown
     os.write(ours, b"q")
     while process.poll() is None and time.monotonic() < end:
         if select.select([ours], [], [], 0.2)[0]:

@@ -90,7 +90,8 @@ class RunView:
             Text(f"First alarm: step {alarm['step']:,}{where}: {alarm['message']}" if alarm else "No alarm recorded."),
         ]
         if alarm:
-            lines.append(Text(f"Attributed to: {cause['name']}. {cause['message']}" if cause else "Cause: unknown."))
+            said = cause["message"].removesuffix(f": {alarm['message']}") if cause else "Cause: unknown"  # not twice
+            lines.append(Text(f"{said.rstrip('.')}."))
         if found["contracts_failed"]:
             lines.append(Text(f"Broken contracts: {', '.join(found['contracts_failed'])}", style="red"))
         lines.append(Text(f"Next: {found['next']}"))

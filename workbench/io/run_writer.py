@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     import xarray as xr
     import zarr
 
-#: Approximate size of a chunk, which is rewritten with each append until it is full.
-_BYTES_PER_CHUNK = 1 << 17
+#: Approximate size of a chunk, which is rewritten with each append until it is full. Wide rows, as of many heads, have
+#: larger ones of some rows, since a run of many small files is read slowly.
+_BYTES_PER_CHUNK, _ROWS_OF_WIDE, _BYTES_OF_WIDE = 1 << 17, 64, 1 << 20
 
 
 class RunWriter:
@@ -201,7 +202,8 @@ def _chunks(variable: xr.Variable) -> tuple[int, ...]:
     """Return the shape of a chunk, which holds complete rows."""
     row = variable.shape[1:]
     n_bytes = max(1, int(np.prod(row)) * variable.dtype.itemsize)
-    return (max(1, _BYTES_PER_CHUNK // n_bytes), *(max(1, size) for size in row)) if variable.ndim else ()
+    n_rows = max(1, _BYTES_PER_CHUNK // n_bytes, min(_ROWS_OF_WIDE, _BYTES_OF_WIDE // n_bytes))
+    return (n_rows, *(max(1, size) for size in row)) if variable.ndim else ()
 
 
 @contextmanager

@@ -226,7 +226,7 @@ def read(
     reduce = (reduce or worst(entry.variable)) if places else ""
     if places:
         words.append(f"{reduce} over {listed([_PLACES[place] for place in places])}")
-    table = values.transpose("step", ...).values.astype(float)
+    table = values.transpose("step", ...).values.astype(float, copy=False)
     line = _reduced(table.reshape(len(table), -1), reduce) if places else table
     if (np.diff(step) < 0).any():
         order = np.argsort(step, kind="stable")
