@@ -67,8 +67,8 @@ COLUMNS = (
 LIMITS = {
     "batch": (80, 0, 0),
     "monitors": (4, 0, 0),
-    "sample": (17, 1, 0),
-    "row": (14, 0, 0),
+    "sample": (15, 1, 0),
+    "row": (16, 0, 0),
     "copy": (4, 2, 0),
     "probe": (68, 42, 0),
     "attention": (17, 8, 0),
