@@ -90,7 +90,8 @@ def test_a_run_that_is_not_there_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.medium
-def test_q_ends_the_screen_of_a_terminal(tmp_path):
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_q_ends_the_screen_of_a_terminal_and_so_does_its_end(is_gone, tmp_path):
     path = written(tmp_path / "a.zarr")
     ours, theirs = pty.openpty()
     process = subprocess.Popen([sys.executable, "-m", "workbench", "follow", path], stdin=theirs, stdout=theirs,
@@ -101,6 +102,10 @@ def test_q_ends_the_screen_of_a_terminal(tmp_path):
         if select.select([ours], [], [], 1)[0]:
             shown += os.read(ours, 1 << 16)
     assert b"It was raised" in shown
+    if is_gone:
+        os.close(ours)
+        assert process.wait(30) is not None
+        return
     os.write(ours, b"q")
     while process.poll() is None and time.monotonic() < end:
         if select.select([ours], [], [], 0.2)[0]:

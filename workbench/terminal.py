@@ -137,7 +137,10 @@ def _keys() -> Iterator[Any]:
 
     def pressed(key: str, seconds: float) -> bool:
         readable, _, _ = select.select([sys.stdin], [], [], seconds)
-        return bool(readable) and os.read(sys.stdin.fileno(), 1).decode(errors="replace") == key
+        try:
+            return bool(readable) and os.read(sys.stdin.fileno(), 1) in (key.encode(), b"")
+        except OSError:  # the terminal is gone
+            return True
 
     try:
         tty.setcbreak(sys.stdin.fileno())
