@@ -88,7 +88,10 @@ def budget_of(share, *, fixed=(), costs=None, every=CADENCE):
     return Budget(every, fixed=fixed, share=share, device=torch.device("cpu"), costs=costs or {})
 
 
-PARTS = {"alarms": 4e-4, "batch": 1e-3, "settings": 3e-4, "attention": 0.012, "precision": 0.008, "reduction": 0.003}
+PARTS = {
+    "alarms": 4e-4, "batch": 1e-3, "settings": 3e-4, "sketch": 3e-4, "attention": 0.012, "precision": 0.008,
+    "reduction": 0.003,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("share", [0.005, 0.02, 0.1])

@@ -104,6 +104,10 @@ PLANTED = {
     "alarm_of_the_watch": (
         {"monitors": curves(), "events": events((260, "alarm", "grad_norm", 3.0, "grad_norm has risen."))}, {}, "", 260,
     ),
+    "blame": (
+        {"monitors": curves(), "events": events((270, "blame", "finite", np.inf, "Rank 1: no gradient is finite."))},
+        {}, "", 270,
+    ),
     "label_entropy_is_off": ({"monitors": curves(label_entropy=at(77, 0.0, 3.0))}, {}, "labels", 77),
     "alarm_of_limits, tokens": ({"monitors": curves(token_entropy=np.full(N, 0.1))}, {}, "loader", 4),
     "alarm_of_limits, labels": (

@@ -22,6 +22,7 @@ from workbench.callbacks.recorder.budget import Cost
 from workbench.callbacks.recorder.joint_optimizer import optimizers_in
 from workbench.callbacks.recorder.options import is_first, meet, of_first_rank
 from workbench.callbacks.recorder.watched_contracts import WatchedContracts
+from workbench.errors import OptionError
 from workbench.formatting import listed, number_in_words
 from workbench.io.run_copy import store_path
 from workbench.models.calling import bare
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.observation import Observation
     from workbench.callbacks.recorder.attached import AttachedRecorder
     from workbench.contracts.results import CheckReport
+    from workbench.probes.blame import Blame
 
 
 #: Maximum number of losses in the curve; when it is exceeded, every second one is dropped.
@@ -55,6 +57,7 @@ class RunStatus:
         self.first_alarm: Alarm | None = None
         self.n_alarms = 0
         self.cause: Attribution | None = None
+        self.blame: Blame | None = None
         self.scores: dict[str, float] = {}
         self.checked: dict[str, int] = {}
         #: Updates between two measurements of each part that the budget allows less often than usual.
@@ -126,6 +129,8 @@ class RunStatus:
         if self.first_alarm is not None:
             lines.append(f'<div style="margin-top:2px">First alarm: {escape(self.first_alarm.message)}</div>')
             lines.append(f"<div>{escape(self._cause_text())}</div>")
+        if self.blame is not None:
+            lines.append(f"<div>Step {self.blame.step:,}: {escape(self.blame.sentence)}</div>")
         style = "display:flex;gap:24px;align-items:flex-start;margin-top:6px"
         figures = f'<div style="{style}">{self._curve()}{self._bars()}</div>'
         where = f"recorded in {escape(str(self.path))}" if self.path is not None else "not recorded"
@@ -213,12 +218,12 @@ class StatusDisplay:
 
             self._handle = display(HTML(status.as_html()), display_id=True)
 
-    def update(self, new_alarms: Sequence[Alarm]) -> None:
-        """Update the display."""
+    def update(self, news: Sequence[str]) -> None:
+        """Update the display; ``news`` are lines about new alarms."""
         now = time.monotonic()
-        if not self._is_off and (new_alarms or now - self._shown_at >= _PAUSE):
+        if not self._is_off and (news or now - self._shown_at >= _PAUSE):
             self._shown_at = now
-            self._try_to(lambda: self._show(new_alarms))
+            self._try_to(lambda: self._show(news))
 
     def close(self) -> None:
         """Show the final status."""
@@ -232,11 +237,11 @@ class StatusDisplay:
         except Exception:  # noqa: BLE001  (the display must never stop a training)
             self._is_off = True
 
-    def _show(self, new_alarms: Sequence[Alarm], *, end: str = "") -> None:
+    def _show(self, news: Sequence[str], *, end: str = "") -> None:
         if self._handle is None:
-            for alarm in new_alarms:
+            for line in news:
                 self._clear()
-                print(f"step {alarm.step:,}: {alarm.message}", file=sys.stderr, flush=True)
+                print(line, file=sys.stderr, flush=True)
         if self._handle is not None:
             from IPython.display import HTML
 
@@ -406,6 +411,24 @@ class Watch:
         attached = self.recorder._attached
         return None if attached is None or attached.contracts is None else attached.contracts.report
 
+    def blame(self, step: int | None = None) -> Blame:
+        """Return the rank, the micro-batch and the row that spoiled an update, or that nobody departs from the others.
+
+        The gradient of each backward pass is compared with those of the other ones and of earlier updates, as it was
+        before any reduction. Then the rows are computed again, each alone, in eval mode and with the present
+        parameters: ask soon after the update. With several ranks, each of them has to call this.
+
+        Args:
+            step: Step of the update, one of the latest four that were examined; None for the latest.
+
+        Raises:
+            OptionError: If the watch has ended, or the gradients cannot be seen before their reduction.
+        """
+        attached = self.recorder._attached
+        if attached is None or not attached.is_attached:
+            raise OptionError("blame() needs a watch that has not ended; ask before close().")
+        return attached.find_blame(step)
+
     def close(self, *, is_broken: bool = False) -> None:
         """Remove all hooks and complete the store; not needed for a ``Trainer``."""
         if self._attached is not None:
@@ -432,13 +455,17 @@ class Watch:
         new_alarms = self.alarms.raised[self._n_alarms :]
         self._n_alarms = len(self.alarms.raised)
         cause = self.alarms.attribute() if new_alarms else None
+        news = [f"step {alarm.step:,}: {alarm.message}" for alarm in new_alarms]
         if (attached := self.recorder._attached) is not None:
             self.status.slowed = attached.slowed
+            if (found := attached.last_blame) is not None and found is not self.status.blame:
+                self.status.blame = found
+                news.append(f"step {found.step:,}: {found.sentence}")
         self.status.update(observation, new_alarms, cause, self.alarms.scores)
         if not is_first():  # a Trainer may set up the ranks after this object was created
             self._display = None
         if self._display is not None:
-            self._display.update(new_alarms)
+            self._display.update(news)
 
 
 def trainer_kind(model: Any) -> str | None:

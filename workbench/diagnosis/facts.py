@@ -93,6 +93,7 @@ def read_facts(record: Record, failure: Failure) -> list[RunFact]:
     groups = (
         _of_contracts,
         _of_alarms,
+        _of_passes,
         _of_labels,
         _of_batches,
         _of_rate,
@@ -164,6 +165,12 @@ def _of_alarms(record: Record, failure: Failure) -> Iterator[RunFact]:
         more = f" {counted(len(of_watch) - 1, 'more alarm')} followed." if event in of_watch and of_watch[1:] else ""
         sentence = f"The watch raised an alarm at step {event.step}: {event.message.rstrip('.')}.{more}"
         yield RunFact("alarm_of_the_watch", 1.0, event.score, 1.0, sentence, step=event.step, layer=event.layer)
+
+
+def _of_passes(record: Record, failure: Failure) -> Iterator[RunFact]:
+    """Yield what the watch has found to have spoiled an update: a rank, a micro-batch or a row."""
+    for event in record.events_of("blame"):
+        yield RunFact("blame", 1.0, event.score, 1.0, f"{event.message} (step {event.step})", step=event.step)
 
 
 def _of_labels(record: Record, failure: Failure) -> Iterator[RunFact]:

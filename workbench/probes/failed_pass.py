@@ -127,14 +127,14 @@ def first_bad_tensor(model: Subject | nn.Module, loss_of: LossOf, *, around: Aro
 def _as_in_training(model: nn.Module) -> Iterator[None]:
     """Leave the model unchanged, as `undisturbed` does, but run it in its current modes and with gradients."""
     modes = [(module, module.training) for module in model.modules()]
-    with undisturbed(model), torch.enable_grad(), _checkpoints_with_graph():
+    with undisturbed(model), torch.enable_grad(), checkpoints_with_graph():
         for module, mode in modes:
             module.training = mode
         yield
 
 
 @contextmanager
-def _checkpoints_with_graph() -> Iterator[None]:
+def checkpoints_with_graph() -> Iterator[None]:
     """Run checkpoints without reentrance, which `torch.autograd.grad` rejects and which hides nodes of the graph."""
 
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:

@@ -163,7 +163,7 @@ class GradientProjections:
         # Where a compiled function runs the backward pass, the hook would be compiled too.
         see = torch.compiler.disable(self._see) if "torch._dynamo" in sys.modules else self._see
         for number in places:
-            parameter = self._leaf(number)
+            parameter = self.leaf(number)
             if parameter is not None and parameter.requires_grad:
                 node = get_gradient_edge(parameter).node
                 self._nodes.append(node)  # the parameter does not keep the node and its hooks alive
@@ -227,7 +227,7 @@ class GradientProjections:
     def gathered(self, own: tuple[_Step, np.ndarray, np.ndarray]) -> ProjectedGradients:
         """Gather the messages of all ranks, from `measured`; every rank calls it."""
         step, message, of_passes = own
-        numbers, n, messages = [*step.places], len(self.parameters), _of_all_ranks(message)
+        numbers, n, messages = [*step.places], len(self.parameters), gathered_from_ranks(message)
         ranks, passes = np.zeros((len(messages), n, message.shape[1])), np.zeros((len(of_passes), n, N_PROJECTIONS))
         ranks[:, numbers], passes[:, numbers] = messages, of_passes
         computed, accumulated, taken = ranks[..., :-4].reshape(*ranks.shape[:2], 3, -1).transpose(2, 0, 1, 3)
@@ -260,7 +260,7 @@ class GradientProjections:
             self._step.problem = error
 
     def _take(self, step: _Step, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        leaf = self._leaf(number)
+        leaf = self.leaf(number)
         gradient, before, places = gradients[0], None if leaf is None else leaf.grad, step.places[number]
         if gradient is None:
             return
@@ -285,12 +285,18 @@ class GradientProjections:
                     step.weights[number] = weights.clone()
         step.n_passes[number] += 1
 
-    def _leaf(self, number: int) -> Tensor | None:
+    def leaf(self, number: int) -> Tensor | None:
         """Return the tensor whose gradient autograd computes; None if FSDP2 has not created it yet."""
         parameter = self.parameters[number]
         if self._is_sharded[number]:
             return getattr(self._shards[id(parameter)], "_unsharded_param", None)
         return parameter
+
+    def signs_on(self, device: torch.device) -> Tensor:
+        """Return the signs on a device, shape (projection, entry), float64."""
+        if device not in self._signs:
+            self._signs[device] = self._signs[torch.device("cpu")].to(device, non_blocking=True)
+        return self._signs[device]
 
     def _received(self, step: _Step) -> tuple[dict[int, Tensor], dict[int, Places]]:
         """Return entries of the gradients that this rank received, or of its parts of them, and their places."""
@@ -320,10 +326,8 @@ class GradientProjections:
             key = (entries.device, entries.dtype, entries.shape, places[number].n_before)
             groups.setdefault(key, []).append(number)
         for (device, dtype, shape, n_before), numbers in groups.items():
-            if device not in self._signs:
-                self._signs[device] = self._signs[torch.device("cpu")].to(device, non_blocking=True)
             rows = torch.stack([found[number] for number in numbers]).flatten(1)
-            values = project(rows, self._signs[device][:, n_before : n_before + shape.numel()])
+            values = project(rows, self.signs_on(device)[:, n_before : n_before + shape.numel()])
             step.projected.append((i, [row_of[number] for number in numbers], values))
             for number in numbers:
                 step.dtypes[number].add(dtype)
@@ -346,11 +350,11 @@ class Places(NamedTuple):
     n_before: int = 0  # how many of these precede the part
 
     @classmethod
-    def of(cls, tensor: Tensor, turn: int) -> Places:
-        """Return the places in a full tensor of any shape, real or complex."""
+    def of(cls, tensor: Tensor, turn: int, n_entries: int = N_ENTRIES) -> Places:
+        """Return the places of at most some entries in a full tensor of any shape, real or complex."""
         shape = (*(tensor.shape or (1,)), 1 + tensor.is_complex())
         n, of_row = math.prod(shape), math.prod(shape[1:])
-        length, spacing = math.gcd(_RUN, of_row), -(-n // N_ENTRIES) | 1
+        length, spacing = math.gcd(_RUN, of_row), -(-n // n_entries) | 1
         first = turn % spacing
         return cls(of_row, length, first, spacing, length * len(range(first, n // length, spacing)))
 
@@ -387,7 +391,7 @@ def _is_in_rows(parameter: Any) -> bool:
     return mesh.ndim == 1 and mesh.size() == distributed.get_world_size() and placements[0].is_shard(0)
 
 
-def _of_all_ranks(message: np.ndarray) -> np.ndarray:
+def gathered_from_ranks(message: np.ndarray) -> np.ndarray:
     """Gather the messages of all ranks, shape (rank, ...)."""
     if not is_shared():
         return message[None]

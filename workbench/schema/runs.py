@@ -326,7 +326,7 @@ EVENTS: dict[str, Variable] = {
         "kind",
         "",
         "one of divergence, started, finished, stopped, resumed, no spectra, kss, fault, setting, alarm, "
-        "attribution, action, not recorded, not finite, gap",
+        "attribution, blame, action, not recorded, not finite, gap",
     ),
     "source": Variable(("event",), "UT", "source", "", "its source, such as loss, grad_norm, non-finite; may be empty"),
     "score": Variable(("event",), "f", "score", "1", "value that caused it; NaN if there is none"),

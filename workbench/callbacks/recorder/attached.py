@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from workbench.callbacks.mirrors import RaisedAlarm
 from workbench.callbacks.observation import Alarm, Observation, broken_contract, changed_setting
 from workbench.callbacks.recorder.batch_watch import BatchWatch
+from workbench.callbacks.recorder.blame import BlameSearch, PassSketches, is_replicated
 from workbench.callbacks.recorder.budget import OF_UPDATE, Budget, Cost
 from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters, other_optimizers
@@ -49,7 +50,7 @@ from workbench.callbacks.recorder.rows import Flight, Row, Started
 from workbench.callbacks.recorder.settings import SettingsWatch
 from workbench.callbacks.recorder.shards import HeldParts, splits_tensors, summed
 from workbench.callbacks.recorder.updates import SampledUpdate, gradient_square, overflow_of, total_gradient_norm
-from workbench.errors import WorkbenchError
+from workbench.errors import OptionError, WorkbenchError
 from workbench.io.run_output import RunOutput, before_exit, issue_warning
 from workbench.models.calling import bare, is_shared
 from workbench.models.readable_weights import Measurement, complete
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from workbench.callbacks.alarms import Alarms
     from workbench.callbacks.alarms.settings_sentinel import SettingsChange
     from workbench.callbacks.recorder.watched_contracts import WatchedContracts
+    from workbench.probes.blame import Blame
     from workbench.training.callback import TrainingRun
 
 #: Descriptions of failed measurements that are not parts of a run.
@@ -71,6 +73,7 @@ _WORDS = {
     "monitors": "The gradient norm",
     "sample": "The update ratio",
     "settings": "The settings",
+    "sketch": "What spoils an update (rank, micro-batch and row)",
 }
 
 
@@ -167,6 +170,8 @@ class AttachedRecorder:
         self._measured: dict[str, Started] = {}
         self._was_finite, self._kept = True, step // _STATE_EVERY
         self._is_ready = False
+        self.blame: BlameSearch | None = None
+        self.last_blame: Blame | None = None  # that nobody asked for
         self._parts = HeldParts(optimizer)
         self._sample = SampledUpdate(self._parts)
         self._gradients: list[Tensor] = []  # square of the norm of those on this rank, and their number
@@ -274,6 +279,8 @@ class AttachedRecorder:
         finally:
             if self._collectors is not None:
                 self._collectors.reduction.disarm()
+            if self.blame is not None:
+                self.blame.forget()
             self._keep_state()
             self.batches.detach()
             if self._workers is not None:
@@ -345,6 +352,17 @@ class AttachedRecorder:
         self._close_row()
         return self.numbers
 
+    def find_blame(self, step: int | None) -> Blame:
+        """Return what spoiled an update, see `workbench.callbacks.watch.Watch.blame`; on every rank."""
+        collectors = self._collectors
+        if self.blame is None or (collectors is not None and not collectors.is_on("sketch")):
+            raise OptionError(
+                "blame() needs gradients that hooks see before they are reduced, and at least two updates; parameters "
+                "of this model are sharded in another way, or the first update was not made yet."
+            )
+        with self._budget.timed("sketch"), self.batches.paused():
+            return self.blame.find(step)
+
     def check_now(self) -> None:
         """Check arithmetic and gradients also at the next update, regardless of their cadence, to explain an alarm.
 
@@ -404,6 +422,8 @@ class AttachedRecorder:
             return
         if self._is_due("reduction"):
             self._guarded("reduction", lambda collectors: collectors.reduction.arm())
+        if (search := self.blame) is not None and self._is_due("sketch"):
+            self._guarded("sketch", lambda collectors: search.sketches.arm())
         self._budget.begin_batch()
 
     def _before_update(self, loss: Any) -> None:
@@ -444,6 +464,9 @@ class AttachedRecorder:
                     can_take = able is not None and able.is_on("reduction") and able.reduction.is_ready
                     act = ReductionCollector.take if on_every_rank(can_take) else ReductionCollector.skip
                     self._guarded("reduction", lambda collectors: act(collectors.reduction), is_joint=True)
+                if self.blame is not None and self._is_due("sketch"):
+                    search = self.blame
+                    self._guarded("sketch", lambda collectors: search.take(self.step), is_joint=True)
                 if self._every["spectra"] is not None and self.step % self._every["spectra"] == 0:
                     self._take_spectra()
                 if self._is_due("optimizer"):
@@ -704,6 +727,22 @@ class AttachedRecorder:
                 loss_of=None if self._run is None else self._run.probe_loss,
             )
             self._guarded("setup", lambda collectors: collectors.begin(self.step), is_joint=True)
+            self._begin_blame(self._collectors)
+
+    def _begin_blame(self, collectors: Collectors) -> None:
+        """Sketch backward passes from the next update on, if hooks see whole gradients."""
+        of = collectors.reduction
+        if (projections := of.projections) is None:
+            collectors.switch_off("sketch")
+            return
+        is_same = is_replicated(self.batches.entrances)
+        self.batches.sketches = PassSketches(projections, collectors.model, of.replicas, is_replicated=is_same)
+        passes, report = partial(collectors.passes, casts=True), _weakly(self._report_blame)
+        self.blame = BlameSearch(self.batches.sketches, passes=passes, report=report, is_late=self._is_late)
+
+    def _report_blame(self, found: Blame) -> None:
+        self.last_blame = found
+        self.event("blame", step=found.step, source=found.kind, score=found.score, message=found.sentence)
 
     def _is_due(self, part: str) -> bool:
         """Return whether a part is measured after the current update, by its cadence or because of an alarm."""
@@ -838,6 +877,8 @@ class AttachedRecorder:
             self.output.add(row.part, row.step, row.values, row.coords)
         if fresh or alarms.is_in_doubt:
             self.check_now()
+        if fresh and self.blame is not None:
+            self.blame.ask(observation.step)
         for alarm in fresh:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms._new_attribution(fresh)) is not None:
@@ -856,13 +897,13 @@ def _plain_change(change: SettingsChange) -> Change:
     return change.setting, change.factor, change.sentence
 
 
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
     """Return a function that calls a method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call(*args: Any) -> None:
         if (alive := reference()) is not None:
-            alive()
+            alive(*args)
 
     return call
 

@@ -27,6 +27,7 @@ from workbench.callbacks.recorder.backward_passes import (
     labels_from_gradient,
     versions_of,
 )
+from workbench.callbacks.recorder.blame import PassSketches
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_examples, take_examples
@@ -214,6 +215,8 @@ class BatchWatch:
         self.rests = False
         #: Whether each backward pass so far was part of an update that was made.
         self.is_plain = True
+        #: Sketches of the backward passes, once the model has been read.
+        self.sketches: PassSketches | None = None
         self._timed = timed
         self.has_seen = False
         self.unmade: list[Seen] = []
@@ -224,7 +227,7 @@ class BatchWatch:
         self._loses_sight, self._n_changed = loses_sight, 0
         self._n_probe_tokens = n_probe_tokens
         self._begin = begin
-        self._entrances = entrances(model)
+        self.entrances = entrances(model)
         self._kind = next((p.device.type for p in model.parameters()), "cpu")
         self._seen: dict[nn.Module, Seen] = {}
         self._contents = BatchProbe()
@@ -242,7 +245,7 @@ class BatchWatch:
         enter, leave = ModelHook(self._enter), ModelHook(self._leave)
         self._handles = [
             handle
-            for module in self._entrances
+            for module in self.entrances
             for handle in (
                 module.register_forward_pre_hook(enter, with_kwargs=True),
                 module.register_forward_hook(leave),
@@ -288,22 +291,22 @@ class BatchWatch:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._entrances, self._seen, self._first, self._calls, self.probe = [], {}, {}, {}, None
+        self.entrances, self._seen, self._first, self._calls, self.probe = [], {}, {}, {}, None
         self._modules, self._is_random, self._passes, self._optimized, self.unmade = {}, {}, {}, [], []
         self._waiting.clear()
 
     def settle_probe(self) -> tuple[Any, list[nn.Module]]:
         """Fix the probe: the given one, or else examples of the first batch; None before the first batch."""
-        modules = self._entrances
+        modules = self.entrances
         if self.probe is None and self._first:
-            modules = [module for module in self._entrances if module in self._first][:1]
+            modules = [module for module in self.entrances if module in self._first][:1]
             self.probe = self._first[modules[0]]
         self._first = {}
         return self.probe, list(dict.fromkeys(bare(module) for module in modules))
 
     def take(self) -> Seen:
         """Return the counts since the last call, for the outermost module that was called."""
-        seen = next((self._seen[module] for module in self._entrances if module in self._seen), Seen())
+        seen = next((self._seen[module] for module in self.entrances if module in self._seen), Seen())
         seen.passes, seen.scaler = tuple(self._passes.values()), self._scaler.key
         self._seen, self._passes, self._calls = {}, {}, {}
         self._waiting.clear()
@@ -384,7 +387,7 @@ class BatchWatch:
             return
         if not self._counts(module) or module not in self._calls:
             return
-        is_outermost = module is next(entrance for entrance in self._entrances if entrance in self._calls)
+        is_outermost = module is next(entrance for entrance in self.entrances if entrance in self._calls)
         call = self._calls.pop(module)
         if is_outermost:  # a pass counts for the outermost module
             with self._timed("batch" if self.examines else "row"):
@@ -393,6 +396,7 @@ class BatchWatch:
     def _follow(self, module: nn.Module, call: Call, output: Any) -> None:
         """Read the output of a forward pass, and count the pass when a backward pass reaches it."""
         tensors = differentiable_in(output)
+        held = None if self.sketches is None else self.sketches.hold(bare(module), call.inputs, call.context)
         loss = loss_in(output)
         if loss is None:
             loss = next((each for each in tensors if not each.ndim), None)
@@ -410,18 +414,21 @@ class BatchWatch:
                 if type(each) is Tensor and each.ndim > 1 and each.shape[-1] > 1 and each.is_floating_point()
             )
             logits = None if call.largest else next(may_be_logits, None)
-        elif module in self._by_loss and any(loss is each for each in tensors):
+        elif module in self._by_loss and any(loss is each for each in tensors) and held is None:
             tensors = [each for each in tensors if each is loss]
         call.logits = None if logits is None else weakref.ref(logits)
         reference = weakref.ref(self)
-        for tensor in tensors:
+        for i, tensor in enumerate(tensors):
 
             def arrive(
-                gradient: Tensor | None, is_loss: bool = tensor is loss, is_logits: bool = tensor is logits
+                gradient: Tensor | None, i: int = i, is_loss: bool = tensor is loss, is_logits: bool = tensor is logits
             ) -> None:
                 if (watch := reference()) is not None and not watch.is_paused and watch._handles:
                     with watch._timed("batch" if watch.examines else "row"):
                         watch._arrive(module, call, gradient if is_loss else None, gradient if is_logits else None)
+                    if held is not None and watch.sketches is not None:
+                        with watch._timed("sketch"), suppress(Exception):
+                            watch.sketches.arrive(held, i, gradient, watch._loss_of(call))
 
             follow(tensor, arrive)
         if module.training:
@@ -462,6 +469,11 @@ class BatchWatch:
                 self._take_labels(module, call, of_logits)
         except Exception:  # noqa: BLE001  (an exception would end the backward pass of the training)
             call.inputs = call.logits = None
+
+    def _loss_of(self, call: Call) -> Tensor | None:
+        """Return the loss of the pass that is running."""
+        of_pass = self._passes.get(current_pass())
+        return call.loss if call.loss is not None or of_pass is None else of_pass.loss
 
     def _seen_by(self, module: nn.Module) -> Seen:
         return self._seen.setdefault(module, Seen())
@@ -516,11 +528,11 @@ class BatchWatch:
             return {}
 
     def _counts(self, module: nn.Module) -> bool:
-        if self.is_paused or not torch.is_grad_enabled() or module not in self._entrances:
+        if self.is_paused or not torch.is_grad_enabled() or module not in self.entrances:
             return False
         if current_pass() != -1:  # within backward: gradient checkpointing recomputes the forward
             return False
-        if not any(module is each for each in self._entrances):  # a copy of the model, which has its hooks too
+        if not any(module is each for each in self.entrances):  # a copy of the model, which has its hooks too
             return False
         # Lightning under DDP replaces forward by a function whose arguments are not those of the model.
         return not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__")

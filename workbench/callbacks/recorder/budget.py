@@ -16,8 +16,8 @@ from workbench.io import run_output
 from workbench.monitors.probe_pass import PARTS as PROBED
 
 #: What is examined of every update if the budget allows: alarms on its metrics; the contents of its batch with the
-#: norms of gradient and update; and the settings.
-OF_UPDATE = ("alarms", "batch", "settings")
+#: norms of gradient and update; the settings; and sketches of its backward passes.
+OF_UPDATE = ("alarms", "batch", "settings", "sketch")
 #: Weight of these in the sum that the intervals minimize; other parts have 1. Most faults show first in them.
 _WEIGHT = 10.0
 #: Weight of the row of an update, which therefore is spread last, and the most updates between two rows.

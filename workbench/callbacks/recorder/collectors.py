@@ -183,7 +183,7 @@ class Collectors:
             self.switch_off("update")
         elif self.is_on("update"):
             try:
-                with self._passes():
+                with self.passes():
                     if not self._probes.knows_loss:
                         self.switch_off("update")
             except Exception:  # noqa: BLE001  (a third-party model may fail in any way; the probe's event reports it)
@@ -221,7 +221,7 @@ class Collectors:
                 handle.remove()
 
     @contextmanager
-    def _passes(self, *, n_copies: int = 1, casts: bool = False) -> Iterator[None]:
+    def passes(self, *, n_copies: int = 1, casts: bool = False) -> Iterator[None]:
         """Return the context of passes through the model: uncompiled, without the hooks of the user, and not sharded.
 
         A pass that gathers shards on the way would make other ranks wait for ever if it failed on one.
@@ -279,7 +279,7 @@ class Collectors:
     def _probed(
         self, probe_pass: ModelProbe, due: list[str], found: dict[str, dict[str, np.ndarray]], *, is_first: bool
     ) -> Measurement[None]:
-        with self._passes(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
+        with self.passes(), torch.autocast(next(self.model.parameters()).device.type, enabled=False):
             measurement = probe_pass.taking(due)
             tensors = next(measurement)
         found |= finish(measurement, (yield tensors))
@@ -347,7 +347,7 @@ class Collectors:
         jointly(
             lambda: self._require_memory(8 * max((_n_bytes(each.module.parameters()) for each in sites), default=0))
         )
-        with self._passes(casts=True):
+        with self.passes(casts=True):
             layers = self._probes.precision_layers
             if not self.is_whole:
                 layers = layers[self._turn % max(1, len(layers)) :][:1]
@@ -363,7 +363,7 @@ class Collectors:
     def update_effect(self) -> Measurement[dict[str, float]]:
         """Return the effect of the update on the loss of fixed examples."""
         assert self._probes is not None
-        with self._passes(n_copies=2):
+        with self.passes(n_copies=2):
             measurement = self._probes.update()
             tensors = next(measurement)
         return finish(measurement, (yield tensors))
@@ -401,7 +401,7 @@ class Collectors:
         def loss(model: nn.Module) -> Tensor:
             return loss_of(model, self.probe)
 
-        with self._passes():
+        with self.passes():
             unscaled = sharpness(self.model, loss)
             try:
                 scaled = preconditioned_sharpness(self.model, loss, self.optimizer)
@@ -418,7 +418,7 @@ class Collectors:
     def spectra(self, step: int) -> xr.Dataset | None:
         """Return spectra of the residual stream on the probe; None, with an event, if the stream is not finite."""
         try:
-            with self._passes():
+            with self.passes():
                 if self._taker is None:
                     self._taker = SpectraTaker(self.model, self.probe, self.options.profile_options)
                 return self._taker.take(step)
@@ -438,7 +438,7 @@ class Collectors:
             return ModelReading(None, troubles={"anatomy": _FLAT})
         readings = []
         try:
-            with self._passes():
+            with self.passes():
                 for subject in subjects:
                     readings.append(read_model(subject, self.probe))
                     if readings[-1].anatomy is not None:

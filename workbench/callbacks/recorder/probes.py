@@ -284,39 +284,39 @@ class ReductionCollector:
 
     def __init__(self, optimizer: JointOptimizer, model: nn.Module) -> None:
         self._parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
-        self._projections: GradientProjections | None = None
+        self.projections: GradientProjections | None = None
         self._values = dict(_UNKNOWN)
         self._begun: tuple[Measurement[Any], Sequence[Tensor]] | None = None
         self._n_taken = 0
         self._wrong: list[int] = []
         with suppress(OptionError):  # parameters that are sharded in another way, or a device without float64
-            self._projections = GradientProjections(self._parameters, model=model)
-        self._replicas = _replicas(self._parameters)
-        if not self._replicas:
-            self._projections = None
+            self.projections = GradientProjections(self._parameters, model=model)
+        self.replicas = _replicas(self._parameters)
+        if not self.replicas:
+            self.projections = None
 
     def arm(self) -> None:
         """Register hooks before the first backward pass of a step that is measured."""
-        if self._projections is not None and not self._projections.is_armed:
-            n_groups = -(-len(self._replicas) // _N_IN_TURN)
+        if self.projections is not None and not self.projections.is_armed:
+            n_groups = -(-len(self.replicas) // _N_IN_TURN)
             turn, first = divmod(self._n_taken, n_groups)
-            group = self._replicas[first::n_groups]
-            self._projections.arm(sorted({*group, *self._wrong}), turn=turn)
+            group = self.replicas[first::n_groups]
+            self.projections.arm(sorted({*group, *self._wrong}), turn=turn)
 
     def note_update(self) -> None:
         """Note the gradients after an update, before a step that is measured."""
-        if self._projections is not None:
-            self._projections.note_update()
+        if self.projections is not None:
+            self.projections.note_update()
 
     def disarm(self) -> None:
         """Remove hooks."""
-        if self._projections is not None:
-            self._projections.disarm()
+        if self.projections is not None:
+            self.projections.disarm()
 
     @property
     def is_ready(self) -> bool:
         """Whether the gradients of this step were seen by hooks, or need not be."""
-        return self._projections is None or self._projections.is_armed
+        return self.projections is None or self.projections.is_armed
 
     def skip(self) -> None:
         """Skip the comparison; called instead of `take` if a rank could not take part in it."""
@@ -327,7 +327,7 @@ class ReductionCollector:
         """Begin to compare the gradients right before the update; called on every rank if all are ready."""
         self._values, self._begun = dict(_UNKNOWN), None
         self._n_taken += 1
-        if (projections := self._projections) is not None:
+        if (projections := self.projections) is not None:
             measurement = projections.measured()
             self._begun = measurement, jointly(lambda: next(measurement))
         elif is_shared():
@@ -336,12 +336,12 @@ class ReductionCollector:
     def values(self) -> Measurement[dict[str, float]]:
         """Return the variables of ``schema.REDUCTION`` for the step of the last `take`."""
         begun, self._begun, values = self._begun, None, self._values
-        if begun is None or self._projections is None:
+        if begun is None or self.projections is None:
             yield []
             return values
         found = yield begun[1]
         own = jointly(lambda: finish(begun[0], found))
-        return self._compared(compare_gradients(self._projections.gathered(own)))
+        return self._compared(compare_gradients(self.projections.gathered(own)))
 
     def _compared(self, found: GradientAgreement) -> dict[str, float]:
         measured = [state for state in found.states if state != GradientVerdict.NOT_MEASURED]
