@@ -75,8 +75,7 @@ def lost(i, m, x, y):
         x[3, 0] = torch.nan
 
 
-@pytest.mark.parametrize("has_loss", [False, True])
-@pytest.mark.parametrize("n_micro", [1, 4])
+@pytest.mark.parametrize(("has_loss", "n_micro"), [(False, 1), (True, 4)])
 def test_a_planted_row_is_found_and_the_training_is_bitwise_identical(tmp_path, has_loss, n_micro):
     at = min(2, n_micro - 1)
 
