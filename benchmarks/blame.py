@@ -232,7 +232,7 @@ class Training:
         self.model.load_state_dict(model)
         self.optimizer.load_state_dict(copy.deepcopy(optimizer))
         search = self.search
-        search._history, search._paused_until, search._asked = copy.deepcopy(history), 10**9, -1
+        search._history, search._paused_until, search._asked = copy.deepcopy(history), 0, -1
         search._kept.clear()
         search._kept.extend(kept)
         search._answers = dict(answers)

@@ -21,16 +21,14 @@ _FEWEST_NOW = 4
 #: of the others.
 FEATURES = ("size", "loss", "turn")
 _TURN = FEATURES.index("turn")
-#: Standard deviations from which a pass is blamed, and values to which the next one of a row is compared.
-T_PASS, _N_NEXT = 5.0, 8
+#: Standard deviations from which a pass is blamed, by feature, and values to which the next one of a row is compared.
+_T_OF_PASS, _N_NEXT = np.array([9.0, 7.0, 6.0]), 8
 #: Least standard deviation of each feature of a pass, and of a row.
 _LEAST_OF_PASS = np.array([0.1, 0.02, 0.25])
-_LEAST_OF_ROW = {"size": 0.2, "loss": 0.1, "variety": 0.3, "surprise": 0.3, "scale": 0.2}
+_LEAST_OF_ROW = {"size": 0.2, "loss": 0.1, "scale": 0.2}
 #: Standard deviations from which a row is blamed, and least distance from the next one, over that of the next ones from
-#: each other. Gradients have heavier tails than losses, and the content of a row alone spoils nothing.
-_T_OF_ROW = {"size": (8.0, 4.0), "loss": (6.5, 3.0), **dict.fromkeys(("variety", "surprise", "scale"), (10.0, 4.0))}
-#: Features of rows that are blamed if they are too small.
-_ONLY_SMALL = ("variety",)
+#: each other. Rows of texts, and short ones above all, have heavy tails.
+_T_OF_ROW = {"size": (8.0, 4.0), "loss": (13.0, 6.0), "scale": (10.0, 4.0)}
 #: Rows of a micro-batch from which they are compared with their own median.
 _OWN_MEDIAN = 4
 #: Fewest rows of which one can depart from the others, and largest fraction of them that is blamed row by row.
@@ -150,8 +148,9 @@ class PassHistory:
         elif n == 2:  # both differ from the other one equally
             against = np.where(np.abs(own) >= np.abs(own).max((0, 1)), against, 0.0)
         against[..., _TURN] = np.minimum(against[..., _TURN], 0.0) if n > 1 else 0.0
+        against = against / _T_OF_PASS
         rank, number, name = np.unravel_index(np.argmax(np.abs(against)), against.shape)
-        score = float(np.abs(against).max()) / T_PASS
+        score = float(np.abs(against).max())
         if n == 1:
             return Blame(passes.step, "The update departs from those before.", score=score, kind=FEATURES[name])
         by = float(now[rank, number, name, 0] - self._middle[rank, name, 0])
@@ -331,19 +330,20 @@ class Rows:
     is_reference: bool = False
 
 
-def judge_rows(passes: Passes, found: Blame, groups: Sequence[Rows]) -> Blame:
+def judge_rows(passes: Passes, found: Blame, groups: Sequence[Rows], *, is_current: bool = False) -> Blame:
     """Blame a row, if one departs from all others; otherwise return what is known without rows, or nobody.
 
     Args:
         passes: Passes of the update.
         found: The pass that departs, as of `PassHistory.judge`.
         groups: Rows of the micro-batches of the update, and of earlier ones.
+        is_current: Whether the parameters are those of the update, so that gradients can be repeated exactly.
     """
     if found.kind in ("parameters", "zero"):
         return found
     now = [each for each in groups if not each.is_reference]
     if found.kind != "finite":
-        for find in (_off, _weighted):
+        for find in (_off, _weighted) if is_current else (_weighted,):
             if (other := find(passes, groups)) is not None:
                 return other
     if found.score >= 1 and found.is_found and found.micro_batch >= 0:
@@ -358,10 +358,9 @@ def judge_rows(passes: Passes, found: Blame, groups: Sequence[Rows]) -> Blame:
                     passes, each, int(np.flatnonzero(bad)[0]), "its gradient is not finite", math.inf, "finite"
                 )
             continue
-        for name, values in each.features.items():
-            sign = -1.0 if name in _ONLY_SMALL else 1.0
-            given = [sign * (g.features[name] - medians[id(g)][name]) for g in groups if name in g.features]
-            others, values = np.concatenate(given), sign * (values - medians[id(each)][name])
+        for name, values in [pair for pair in each.features.items() if pair[0] in _T_OF_ROW]:
+            given = [g.features[name] - medians[id(g)][name] for g in groups if name in g.features]
+            others, values = np.concatenate(given), values - medians[id(each)][name]
             others = np.sort(others[np.isfinite(others)])[::-1]
             if len(others) < _FEWEST_ROWS or found.kind == "finite":
                 continue
@@ -372,7 +371,7 @@ def judge_rows(passes: Passes, found: Blame, groups: Sequence[Rows]) -> Blame:
                 top = score
                 if score >= 1:
                     shift = medians[id(each)][name]
-                    words = _of_row_feature(name, sign * values[i] + shift, sign * float(np.median(others)) + shift)
+                    words = _of_row_feature(name, values[i] + shift, float(np.median(others)) + shift)
                     best = _of_row(passes, each, i, words, score, name)
     return best
 
@@ -425,12 +424,8 @@ def _of_row(passes: Passes, rows: Rows, i: int, words: str, score: float, kind: 
 def _of_row_feature(name: str, value: float, middle: float) -> str:
     if name == "loss":
         return f"its loss is {number_in_words(value)}, in the middle of the others {number_in_words(middle)}"
-    if name in ("size", "scale"):
-        what = {"size": "its gradient is", "scale": "its inputs are"}[name]
-        return f"{what} {number_in_words(math.exp(value - middle))} times the median of the others"
-    if name == "variety":
-        return f"{math.exp(value):.0%} of its tokens are different, of the others {math.exp(middle):.0%}"
-    return f"its tokens are rare among those of the others ({value:.1f} against {middle:.1f} nats each)"
+    what = {"size": "its gradient is", "scale": "its inputs are"}[name]
+    return f"{what} {number_in_words(math.exp(value - middle))} times the median of the others"
 
 
 def _weighted(passes: Passes, groups: Sequence[Rows]) -> Blame | None:

@@ -128,6 +128,7 @@ class PassSketches:
         self._handles: list[RemovableHandle] | None = None
         self._nodes: list[Node] = []
         self._passes: list[_Pass] = []
+        self._weights = torch.zeros(0)
         self._number, self._lock = -1, threading.Lock()
         self.problem: Exception | None = None
 
@@ -146,6 +147,8 @@ class PassSketches:
         if self.is_armed:
             return
         self._handles, self._passes, self._number, self.problem = [], [], -1, None
+        # Before the passes: a rank that lags behind may be brought up to date afterwards.
+        self._weights = self._of_parameters() if self._is_replicated else torch.zeros(0)
         for i, number in enumerate(self.numbers):
             leaf = self._projections.leaf(number)
             if leaf is not None and leaf.requires_grad:
@@ -220,8 +223,7 @@ class PassSketches:
         shape = (len(self.numbers), N_PROJECTIONS + 1)
         tensors = [each.values for each in passes[:_N_PASSES] if each.values is not None]
         losses = [each.loss for each in passes[:_N_PASSES] if each.loss is not None]
-        weights = self._of_parameters() if self._is_replicated else torch.zeros(0)
-        *values, of_weights = yield [*tensors, *losses, weights]
+        *values, of_weights = yield [*tensors, *losses, self._weights]
         message = np.full((_N_PASSES + 1, shape[0] * shape[1] + 1), np.nan)
         losses_of = iter(values[len(tensors) :])
         for i, (each, value) in enumerate(zip(passes[:_N_PASSES], values, strict=False)):
@@ -306,7 +308,8 @@ class BlameSearch:
         asked, self._asked = self._asked, -1
         if found.score >= _UNASKED and step >= self._paused_until:
             asked, self._paused_until = step, step + _PAUSE
-        if any(asked == each.step for each in self._kept) and (answer := self.find(asked)).score >= 1:
+        is_current = asked == step and not self._is_late
+        if any(asked == e.step for e in self._kept) and (answer := self.find(asked, is_current=is_current)).score >= 1:
             self._report(answer)
 
     def ask(self, step: int) -> None:
@@ -318,7 +321,7 @@ class BlameSearch:
         self.sketches.disarm()
         self._kept.clear()
 
-    def find(self, step: int | None = None) -> Blame:
+    def find(self, step: int | None = None, *, is_current: bool = False) -> Blame:
         """Return what spoiled an update, the latest by default; on every rank."""
         update = next((each for each in reversed(self._kept) if step is None or each.step == step), None)
         if update is None:
@@ -329,10 +332,10 @@ class BlameSearch:
             )
             return known or nobody(-1 if step is None else step, reason)
         if update.step not in self._answers:
-            self._answers[update.step] = capital(self._found(update))
+            self._answers[update.step] = capital(self._found(update, is_current=is_current))
         return self._answers[update.step]
 
-    def _found(self, update: _Update) -> Blame:
+    def _found(self, update: _Update, *, is_current: bool) -> Blame:
         own, problem = list[Rows](), ""
         with self._around():  # which may gather shards from all ranks
             try:
@@ -340,7 +343,7 @@ class BlameSearch:
             except Exception as error:  # noqa: BLE001  (models are of any kind, and the pass is known without rows)
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
         groups = [each for of_rank in of_each_rank(own) for each in of_rank]
-        found = judge_rows(update.seen, update.found, groups)
+        found = judge_rows(update.seen, update.found, groups, is_current=is_current)
         problems = [each for each in of_each_rank(problem) if each]
         if problems and found.row < 0:
             found = replace(found, sentence=f"{found.sentence.rstrip('.')} (no row was read: {problems[0]})")
@@ -493,19 +496,7 @@ def _features(call: HeldCall, which: Sequence[int], sketches: np.ndarray, losses
     rows = first.detach().flatten(1)[places.to(first.device)].cpu() if first.ndim > 1 else first.cpu()[places, None]
     if rows.is_floating_point():
         found["scale"] = rows.double().square().mean(1).sqrt().clamp_min(1e-30).log().nan_to_num(80.0, 80.0).numpy()
-    elif rows.shape[1] > 4:
-        ids = rows.numpy()
-        found["variety"] = np.log([len(np.unique(row)) / len(row) for row in ids])
-        found["surprise"] = _surprise(ids)
     return found
-
-
-def _surprise(ids: np.ndarray) -> np.ndarray:
-    """Return the mean surprise at the tokens of each row, given those of the others, in nat."""
-    kinds, places = np.unique(ids, return_inverse=True)
-    of_row = np.stack([np.bincount(row, minlength=len(kinds)) for row in places.reshape(ids.shape)])
-    others = of_row.sum(0) - of_row + 0.5
-    return -(of_row * np.log(others / others.sum(1, keepdims=True))).sum(1) / ids.shape[1]
 
 
 def _id_of(inputs: Any, row: int) -> str:
