@@ -31,10 +31,10 @@ def train(rank, folder, kind, *, is_watched):
     for i in range(N_STEPS):
         for m in range(2):
             x, y = task.batch(4 * i + 2 * rank + m)
-            if (i, m, rank) == (34, 1, 1):
-                y = y.clone()
-                y[5] = 7
-            loss = cross_entropy(called(x).flatten(0, 1), y.flatten()) / 2
+            weights = torch.ones(len(x), 1)
+            weights[5] = 5000.0 if (i, m, rank) == (34, 1, 1) else 1.0
+            of_tokens = cross_entropy(called(x).flatten(0, 1), y.flatten(), reduction="none").view(len(x), -1)
+            loss = (weights * of_tokens).sum() / (y != -100).sum() / 2
             loss = loss * (6 if (i, m, rank) == (36, 0, 1) else 1)
             (loss * float("nan") if (i, m, rank) == (38, 1, 0) else loss).backward()
             losses.append(loss.item())
