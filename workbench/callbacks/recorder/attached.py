@@ -281,6 +281,7 @@ class AttachedRecorder:
                 self._collectors.reduction.disarm()
             if self.blame is not None:
                 self.blame.forget()
+            self.blame = self.batches.sketches = None  # they refer to the model
             self._keep_state()
             self.batches.detach()
             if self._workers is not None:
