@@ -87,11 +87,24 @@ class Titan(nn.Module):
         return h, functional.cross_entropy(h.flatten(0, 1).double(), targets.flatten())  # as nanoGPT does
 
 
-def titan(dtype=torch.float64):
+def titan(dtype=torch.float64, n_layers=N_LAYERS):
     torch.manual_seed(7)
-    model = Titan()
+    model = Titan(n_layers)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def stage_of_titan(model, index, n_stages):
+    """Return a stage of a model as torchtitan makes it: names of parameters stay, other parts are removed."""
+    names = [*model.layers]
+    size = len(names) // n_stages
+    for name in set(names) - set(names[index * size : (index + 1) * size]):
+        del model.layers[name]
+    if index > 0:
+        model.tok_embeddings = None
+    if index < n_stages - 1:
+        model.norm = model.output = None
     return model
 
 

@@ -472,6 +472,8 @@ def accumulation(lab: Lab) -> Result:
     counts = np.array([[sum(int(t.counts.sum()) for t in _cross_entropies(b)) for b in passes] for passes in updates])
     is_whole = all(_is_whole(each) for passes in updates for each in passes)
     lines = {each.line for passes in updates for each in passes}
+    if is_shared():
+        lab.require_acts()  # other ranks may not come to this point
     if (result := _uneven_ranks(weights, counts, updates[0])) is not None:
         return result
     if k == 1:

@@ -48,7 +48,7 @@ from workbench.callbacks.recorder.options import (
 from workbench.callbacks.recorder.probes import ReductionCollector
 from workbench.callbacks.recorder.rows import Flight, Row, Started
 from workbench.callbacks.recorder.settings import SettingsWatch
-from workbench.callbacks.recorder.shards import HeldParts, splits_tensors, summed
+from workbench.callbacks.recorder.shards import HeldParts, is_stage, splits_tensors, summed
 from workbench.callbacks.recorder.updates import SampledUpdate, gradient_square, overflow_of, total_gradient_norm
 from workbench.errors import OptionError, WorkbenchError
 from workbench.io.run_output import RunOutput, before_exit, issue_warning
@@ -705,6 +705,18 @@ class AttachedRecorder:
     def _prepare(self, optimizer: JointOptimizer) -> None:
         """Read the model as soon as there is a probe; fewer parts are recorded of a model that cannot be read."""
         probe, subjects = self.batches.settle_probe()
+        own = [(name, p) for model in subjects[:1] for name, p in model.named_parameters()]
+        held = str([(name, None if hasattr(p, "_fsdp_flattened") else tuple(p.shape)) for name, p in own])
+        ranks = of_each_rank((held, is_stage(subjects)))
+        if len({name for name, _ in ranks}) > 1 or any(is_part for _, is_part in ranks):
+            # They wait for each other's messages before they begin a batch, so that rows could not be exchanged.
+            message = "Ranks hold stages of a pipeline or other parts of a model; nothing more is recorded."
+            self.event("not recorded", source="setup", message=message)
+            issue_warning(f"{message} Training continues.")
+            self._end_contracts()
+            optimizer.unhook()
+            self.batches.detach()
+            return
         probe = of_first_rank(probe)
         if any(map(splits_tensors, subjects)):
             own = self.batches.recent_examples

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
-from workbench.models.calling import is_shared, message_device
+from workbench.models.calling import bare, is_shared, message_device
 from workbench.models.readable_weights import local_part, parameters_of_shards
 
 
@@ -70,6 +73,16 @@ class HeldParts:
             places = _places_in_part(parameter, own.shape, start, n).to(own.device)
             self._samples[id(parameter)] = own.shape, places
         return own.reshape(-1)[places]
+
+
+def is_stage(models: Sequence[nn.Module]) -> bool:
+    """Return whether one of some modules is a stage of a pipeline of PyTorch."""
+    known = sys.modules.get("torch.distributed.pipelining.stage")
+    kind = getattr(known, "_PipelineStageBase", None)
+    own = {id(each) for each in models}
+    return kind is not None and any(
+        id(bare(each.submod)) in own for each in gc.get_objects() if issubclass(type(each), kind)
+    )
 
 
 def splits_tensors(model: nn.Module) -> bool:
