@@ -719,8 +719,8 @@ class AttachedRecorder:
             return
         probe = of_first_rank(probe)
         if any(map(splits_tensors, subjects)):
-            own = self.batches.recent_examples
-            self._n_alike = of_each_rank(own).count(own)
+            examples = self.batches.recent_examples
+            self._n_alike = of_each_rank(examples).count(examples)
         self._is_ready = True
         self.memory.probe = probe
         if (plain := to_plain(probe)) is not None and not self.is_hosted:
