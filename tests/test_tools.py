@@ -112,8 +112,8 @@ KEPT = {
         "wb.monitors.router_conditioning wb.monitors.singular_values wb.monitors.spectral_entropy"
     ),
     "an exception that users catch": "wb.errors.AnatomyError wb.errors.CallError",
-    "the type of an argument or a result, or a call that a report makes": (
-        "wb.Thresholds wb.probes.Blame wb.hardware.assess_hardware wb.probes.first_bad_tensor wb.schema.EVENTS"
+    "the type of an argument, or a call that a report makes": (
+        "wb.Thresholds wb.hardware.assess_hardware wb.probes.first_bad_tensor wb.schema.EVENTS"
     ),
 }
 #: Options that nobody passes by name; the number may only fall.

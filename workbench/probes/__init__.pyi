@@ -1,4 +1,3 @@
-from .blame import Blame as Blame
 from .failed_pass import first_bad_tensor as first_bad_tensor
 from .gradient_comparison import compare_gradients as compare_gradients
 from .gradient_projections import GradientProjections as GradientProjections

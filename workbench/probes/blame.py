@@ -57,8 +57,8 @@ class Blame:
         kind: What departs: ``"finite"``, ``"zero"``, ``"parameters"``, ``"replay"``, or a feature of the pass or row.
 
     Example:
-        >>> import workbench as wb
-        >>> blame = wb.probes.Blame(12, "Rank 1, micro-batch 3 of 4: it has no gradient.", rank=1, micro_batch=2)
+        >>> from workbench.probes.blame import Blame
+        >>> blame = Blame(12, "Rank 1, micro-batch 3 of 4: it has no gradient.", rank=1, micro_batch=2)
         >>> blame.is_found, blame.micro_batch
         (True, 2)
 
