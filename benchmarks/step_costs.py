@@ -46,6 +46,7 @@ AT_EVERY_UPDATE = {
     "sample": "size of the update, on a sample",
     "settings": "settings",
     "row": "rows and hooks",
+    "sketch": "gradient of each backward pass, sketched",
 }
 #: Parts with a cadence; the pass over the probe serves attention and activations, and most values that are copied are
 #: those of attention.
@@ -69,6 +70,7 @@ LIMITS = {
     "monitors": (4, 0, 0),
     "sample": (15, 1, 0),
     "row": (16, 0, 0),
+    "sketch": (400, 0, 1),
     "copy": (4, 2, 0),
     "probe": (68, 42, 0),
     "attention": (17, 8, 0),

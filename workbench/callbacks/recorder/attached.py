@@ -744,6 +744,8 @@ class AttachedRecorder:
 
     def _begin_blame(self, collectors: Collectors) -> None:
         """Sketch backward passes from the next update on, if hooks see whole gradients."""
+        if self._every["reduction"] is None:  # both compare gradients
+            return
         of = collectors.reduction
         if (projections := of.projections) is None:
             collectors.switch_off("sketch")
