@@ -70,7 +70,7 @@ LIMITS = {
     "monitors": (4, 0, 0),
     "sample": (15, 1, 0),
     "row": (16, 0, 0),
-    "sketch": (400, 0, 1),
+    "sketch": (6, 0, 0),
     "copy": (4, 2, 0),
     "probe": (68, 42, 0),
     "attention": (17, 8, 0),
