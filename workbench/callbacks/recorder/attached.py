@@ -448,7 +448,7 @@ class AttachedRecorder:
                     with self._budget.timed("setup"):
                         self._prepare(optimizer)
                 self._noted["learning_rate"] = self._rate()
-                if "batch" in self._due or self._is_due("optimizer"):
+                if self._parts.are_split and ("batch" in self._due or self._is_due("optimizer")):
                     self._parts.settle()
                 if "batch" in self._due:
                     if self._parts.are_split:

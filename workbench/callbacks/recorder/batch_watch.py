@@ -239,6 +239,7 @@ class BatchWatch:
         self._waiting: deque[tuple[nn.Module, Call]] = deque(maxlen=_MOST_WAITING)  # in training mode, not reached
         self._modules: dict[nn.Module, list[nn.Module]] = {}
         self._is_random: dict[nn.Module, bool] = {}
+        self._keeps_state: dict[nn.Module, bool] = {}
         self._passes: dict[int, Pass] = {}
         self._first: dict[nn.Module, Any] = {}
         self._by_loss: set[nn.Module] = set()  # modules whose own loss is differentiated
@@ -292,7 +293,8 @@ class BatchWatch:
             handle.remove()
         self._handles.clear()
         self.entrances, self._seen, self._first, self._calls, self.probe = [], {}, {}, {}, None
-        self._modules, self._is_random, self._passes, self._optimized, self.unmade = {}, {}, {}, [], []
+        self._modules, self._is_random, self._keeps_state, self._passes = {}, {}, {}, {}
+        self._optimized, self.unmade = [], []
         self._waiting.clear()
 
     def settle_probe(self) -> tuple[Any, list[nn.Module]]:
@@ -374,6 +376,7 @@ class BatchWatch:
                 if module not in self._modules:
                     self._modules[module] = [*module.modules()]
                     self._is_random[module] = any(_draws(each) for each in self._modules[module])
+                    self._keeps_state[module] = any(isinstance(each, nn.RNNBase) for each in self._modules[module])
                 modules = self._modules[module]
                 is_training = sum(each.training for each in modules) / len(modules)
             inputs = named_arguments(bare(module), args, kwargs)
@@ -404,8 +407,7 @@ class BatchWatch:
         logits = None
         if self.examines:
             call.largest = self._largest_losses(module, call.inputs, output)
-            keeps_state = any(isinstance(each, nn.RNNBase) for each in self._modules[module])
-            if not keeps_state and not (call.is_training and self._is_random[module]):
+            if not self._keeps_state[module] and not (call.is_training and self._is_random[module]):
                 with suppress(Exception):  # outputs may be of any kind, and a measurement never stops a training
                     call.lookahead = next((e for t in tensors if (e := lookahead(call.inputs, t)) is not None), None)
             may_be_logits = (
