@@ -48,8 +48,9 @@ _MOST_OF_ONE, _MOST_BYTES = 1 << 24, 1 << 26
 #: Rows of a micro-batch that are computed alone, parts into which more are divided, and rows of each earlier pass that
 #: show what is usual, with the fewest that do.
 _N_ROWS, _N_PARTS, _N_USUAL, _ENOUGH = 32, 8, 4, 32
-#: Updates between two searches that nobody asked for, and score of a pass from which one begins.
-_PAUSE, _UNASKED = 20, 2.0
+#: Updates between two searches that nobody asked for, and score of a pass from which one begins: only what needs no
+#: statistics, whose false answers were not measured on fresh data.
+_PAUSE, _UNASKED = 20, math.inf
 #: Numbers about the loss of rows, and least cosine of two gradients that differ by a factor.
 _N_NUMBERS, _PARALLEL = 5, 0.98
 #: Names of a column of ids, in this order.
