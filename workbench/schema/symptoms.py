@@ -250,7 +250,7 @@ SYMPTOM_TITLES = {name: rule.title for name, rule in SYMPTOMS.items()} | {
     "alarm_of_limits": "metric beyond its limit",
     "alarm_of_settings": "changed setting",
     "alarm_of_the_watch": "alarm of the watch",
-    "blame": "rank, micro-batch or row that spoiled an update",
+    "blame": "rank, micro-batch or row to blame",
     "label_entropy_is_off": "entropy of the labels",
     "repeated_examples_is_off": "repeated batches",
     "no_label_counts": "batch without a label",
