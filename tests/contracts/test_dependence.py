@@ -48,6 +48,18 @@ def test_order_matters_with_positions_only():
     assert checked()["order_matters"].status is Status.PASSED
 
 
+class Scaled(nn.Module):
+    def forward(self, x):
+        return 3e-5 * x
+
+
+def test_an_order_that_rounding_hides_is_not_tested():
+    model = Model()
+    for block in model.blocks:
+        block.out = nn.Sequential(block.out, Scaled())
+    assert checked(model)["order_matters"].status is Status.NOT_TESTED
+
+
 def test_statistics_over_the_batch_mix_examples_and_are_named():
     found = checked(Model(over_batch=True))["examples_independent"]
     assert found.status is Status.FAILED
