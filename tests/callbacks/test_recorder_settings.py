@@ -7,6 +7,8 @@ import torch
 
 import workbench as wb
 from workbench.callbacks.alarms import replay
+from workbench.callbacks.recorder.joint_optimizer import JointOptimizer
+from workbench.callbacks.recorder.settings import SettingsWatch
 
 pytestmark = pytest.mark.medium
 
@@ -124,3 +126,30 @@ def test_settings_that_cannot_be_compared_do_not_stop_training(monkeypatch):
     monkeypatch.setattr("workbench.callbacks.alarms.settings_sentinel.SettingsSentinel.observe", refuse)
     with pytest.warns(UserWarning, match="The settings cannot be recorded from step .* Training continues"):
         assert len(trained(wb.Alarms(), n_steps=5)) == 5
+
+
+def watched_sparsely(rate, n_steps=60, every=12):
+    """Return the changes found if settings are read at some updates, and the rates of the others are noted."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate(0))
+    settings = SettingsWatch(model, JointOptimizer([optimizer]), {})
+    found = []
+    for step in range(n_steps):
+        optimizer.param_groups[0]["lr"] = rate(step)
+        if step % every:
+            settings.note_rates(step)
+        else:
+            settings.read(step, None, 1)
+            found += settings.changes(step)
+    return found
+
+
+def test_a_change_between_two_readings_has_its_own_step():
+    (found,) = watched_sparsely(lambda step: 0.3 if step >= 41 else 0.003)
+    assert (found.setting, found.since, found.before, found.after) == ("learning_rate", 41, 0.003, 0.3)
+    assert "at step 41" in found.sentence
+
+
+@pytest.mark.parametrize("schedule", [lambda step: 0.1 + math.cos(step / 40), restarts, lambda step: min(step, 20) / 20])
+def test_a_schedule_between_readings_is_planned(schedule):
+    assert watched_sparsely(schedule) == []

@@ -438,6 +438,8 @@ class AttachedRecorder:
                 self._close_row()
         if self._decided != self.step:
             self._decide()
+        if self._settings is not None and "settings" not in self._due:
+            self._settings.note_rates(self.step)
         if self._is_lean:
             return
         with self._budget.timed("row"):

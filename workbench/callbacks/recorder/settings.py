@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache, partial
 from numbers import Real
@@ -210,6 +210,8 @@ def _named(names: list[str]) -> str:
     return f"{', '.join(names[: _N_NAMED - 1])} and {counted(len(names) - _N_NAMED + 1, 'other')}"
 
 
+#: Updates with other learning rates that are remembered until the settings are read.
+_N_BETWEEN = 1024
 #: Metrics of an update that are settings.
 _LOGGED = ("batch_size", "auxiliary_loss")
 
@@ -224,6 +226,10 @@ class SettingsWatch:
         self._tensors = SingleTensors(model, called)
         self.sentinel = SettingsSentinel(planned=planned)
         self._found: dict[str, Any] = {}
+        #: Learning rates and the step at which they were noted, and those noted since the settings were read.
+        self._rates: list[Any] = []
+        self._rates_at = -1
+        self._between: deque[tuple[int, list[Any]]] = deque(maxlen=_N_BETWEEN)
         #: Whether metrics that are settings are expected from the update whose settings were read.
         self.waits = False
 
@@ -232,12 +238,26 @@ class SettingsWatch:
         known: dict[str, Any] = {"autocast": "off" if autocast is None else autocast}
         known |= self._tensors.read(step)
         self._found = settings_of(self.optimizer, self.model, **known, accumulation=n_batches or None)
+        self._rates, self._rates_at = self._found["learning_rate"], step
+
+    def note_rates(self, step: int) -> None:
+        """Remember the learning rates of an update whose other settings are not read, if they have changed."""
+        rates = [group.get("lr") for group in self.optimizer.param_groups]
+        if rates != self._rates and all(isinstance(rate, int | float) for rate in rates):
+            if 0 <= self._rates_at < step - 1:  # so that the change is one of a single update
+                self._between.append((step - 1, self._rates))
+            self._between.append((step, rates))
+            self._rates, self._rates_at = rates, step
 
     def changes(self, step: int) -> list[SettingsChange]:
         """Return the changes of the settings read before; called after the update, empty if it was not made."""
         settings, self._found = self._found, {}
         self.waits = bool(settings)
-        return self.sentinel.observe(step, settings)
+        changes = []
+        while settings and self._between:
+            at, rates = self._between.popleft()
+            changes += self.sentinel.observe(at, {"learning_rate": rates, "noted_rates": settings["noted_rates"]})
+        return changes + self.sentinel.observe(step, settings)
 
     def logged_changes(self, step: int, numbers: Mapping[str, float]) -> list[SettingsChange]:
         """Return the changes of settings that are metrics of the update; called when all metrics are known."""
