@@ -150,6 +150,8 @@ def test_a_change_between_two_readings_has_its_own_step():
     assert "at step 41" in found.sentence
 
 
-@pytest.mark.parametrize("schedule", [lambda step: 0.1 + math.cos(step / 40), restarts, lambda step: min(step, 20) / 20])
+@pytest.mark.parametrize(
+    "schedule", [lambda step: 0.1 + math.cos(step / 40), restarts, lambda step: min(step, 20) / 20]
+)
 def test_a_schedule_between_readings_is_planned(schedule):
     assert watched_sparsely(schedule) == []

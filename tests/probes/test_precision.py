@@ -203,6 +203,25 @@ class Block(nn.Module):
         return x + functional.linear(x, self.weight).tanh()
 
 
+@pytest.mark.parametrize("scale", [1.0, 1000.0])
+def test_rounding_that_saturated_attention_magnifies_is_no_broken_kernel(scale):
+    model = nn.Module()
+    model.layers = nn.ModuleList(
+        nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)
+    )
+    model.forward = lambda states: model.layers[1](model.layers[0](states))
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.self_attn.in_proj_weight.mul_(scale)
+    states = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(1))
+    errors = wb.probes.precision_errors(
+        model, lambda m: m(states).square().mean(), anatomy=wb.read_anatomy(model, states), query_keys=()
+    )
+    assert bool((errors["gradient_error"] > 1e-3).all()) == (scale > 1)
+    assert bool((errors["error_excess"] < 3).all())
+    assert wb.probes.broken_arithmetic(errors) is None
+
+
 def test_a_broken_kernel_outside_of_attention_is_found():
     states = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
     model = NetOfBlocks()
@@ -212,7 +231,9 @@ def test_a_broken_kernel_outside_of_attention_is_found():
     assert errors.sizes["head"] == 0
     broken = wb.probes.broken_arithmetic(errors)
     assert (broken.layer, broken.head) == (1, -1)
-    assert broken.sentence.endswith("a kernel of this block is wrong. Run it in float32.")
+    assert broken.sentence.endswith(
+        "a kernel or a cast of this block is wrong. Run it with torch's own kernels, without casts."
+    )
 
 
 def test_values_that_are_not_finite_are_nan_and_raise_nothing():

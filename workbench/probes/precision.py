@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from workbench.errors import OptionError
 from workbench.formatting import fine_percent
@@ -71,8 +71,10 @@ def precision_errors(
     """Compare each block's output and gradients, computed with the run's own kernels, with the same in float64.
 
     One pass of the model records the input of each block and the gradient of the loss with respect to its output. Each
-    block is then run separately on these, three times: with the kernels and number format of the run; in that format
-    with torch's unfused attention, whose error is due to rounding; and in float64. An ``error_excess`` near 1 means
+    block is then run separately on these, four times: with the kernels and number format of the run; in that format
+    with torch's unfused attention, whose error is due to rounding; in float64; and in float64 with the result of each
+    operation changed at random by what rounding would change it (Monte Carlo arithmetic, Parker 1997), which shows how
+    far rounding goes where a block magnifies it, as saturated attention does. An ``error_excess`` near 1 means
     that rounding explains the error; it is larger for broken arithmetic. Errors with a constant direction, such as
     those of flash attention in low precision (arXiv:2510.04212), are separated from noise by ``query_gradient_bias``.
     If a CUDA device multiplies float32 in tf32, the rounding of tf32 is taken into account.
@@ -81,8 +83,9 @@ def precision_errors(
     bit in the backward pass always were. In bfloat16, healthy models were never reported with torch's kernels and in
     1.3 % with another correct kernel, and those that lost two bits always were (`benchmarks/precision.md`).
 
-    A few examples suffice, 16 to 64 tokens. Cost: about six passes over them, two of which are in float64. Parameters,
-    their ``.grad``, modes, hooks and random states are left unchanged. The passes are in eval mode, without dropout.
+    A few examples suffice, 16 to 64 tokens. Cost: about seven passes over them, three of which are in float64. The
+    parameters, their ``.grad``, modes, hooks and random states are left unchanged. The passes are in eval mode, without
+    dropout.
 
     Args:
         model: Model to measure.
@@ -190,11 +193,15 @@ class BrokenArithmetic:
     head: int
     error: float
     excess: float
+    is_short: bool = False
 
     @property
     def sentence(self) -> str:
         """Description of the error, its place and its remedy."""
-        where, remedy = f"gradient of layer {self.layer}", "a kernel of this block is wrong. Run it in float32."
+        where = f"gradient of layer {self.layer}"
+        remedy = "a kernel of this block is wrong. Run it in float32."
+        if not self.is_short:
+            remedy = "a kernel or a cast of this block is wrong. Run it with torch's own kernels, without casts."
         if self.head >= 0:
             where = f"gradient of the queries of layer {self.layer}, head {self.head},"
             remedy = "the attention kernel is wrong. Run attention in float32 with torch's own kernel."
@@ -233,11 +240,12 @@ def broken_arithmetic(errors: Mapping[str, Any]) -> BrokenArithmetic | None:
     is_single = (block > _ONE_BLOCK * limit) | (most > _ONE_HEAD * limit)
     if not (is_pooled or is_single.any()):
         return None
+    is_short = limit < _LIMITS[4]
     layer = int(np.argmax(np.where(is_single | is_pooled, np.fmax(block, most), 0)))
     if most[layer] > limit:
         head = int(np.nanargmax(heads[layer]))
-        return BrokenArithmetic(layer, head, float(head_errors[layer, head]), float(heads[layer, head]))
-    return BrokenArithmetic(layer, -1, float(block_error[layer]), float(block[layer]))
+        return BrokenArithmetic(layer, head, float(head_errors[layer, head]), float(heads[layer, head]), is_short)
+    return BrokenArithmetic(layer, -1, float(block_error[layer]), float(block[layer]), is_short)
 
 
 @dataclass
@@ -335,9 +343,9 @@ def _gradients(loss: Tensor, states: Sequence[Tensor]) -> Sequence[Tensor | None
 class _Block:
     """Norms of a block on the device, and the rounding unit of its number format.
 
-    ``norms`` are of the exact values, the errors of the run and those of the plain pass, shape (3, tensor), where the
-    first tensor is the output and the others are gradients. Where the query weights are known, the same norms by head
-    follow, (3, head), and the products of the run's errors with the exact values, (head,).
+    ``norms`` are of the exact values and the errors of the run, of the plain pass and of rounding at random, shape (4,
+    tensor), where the first tensor is the output and the others are gradients. Where the query weights are known, the
+    same norms by head follow, (4, head), and the products of the run's errors with the exact values, (head,).
     """
 
     layer: int
@@ -346,7 +354,7 @@ class _Block:
 
 
 def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around: Around) -> _Block:
-    """Run a block three times, and compare the results on the device."""
+    """Run a block four times, and compare the results on the device."""
     assert call.gradient is not None
     module = call.site.module
     held = {name: tensor.detach() for name, tensor in (*module.named_parameters(), *module.named_buffers())}
@@ -356,6 +364,7 @@ def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around:
     call.gradient = call.gradient * torch.exp2(-size.log2().floor())
     with around():
         own = _alone(call, copies)
+    kinds = [kind for kind in (own[_OUTPUT].dtype, call.autocast) if kind is not None]
     is_by_tf32 = own[_OUTPUT].dtype == torch.float32 and _multiplies_by_tf32(call)
     with _torch_attention(model):
         # A fused kernel may not use tf32, and then has smaller errors than one that does.
@@ -363,12 +372,13 @@ def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around:
             plain = _alone(call, copies)
         with sdpa_kernel(SDPBackend.MATH), config_options(known_options(model, IN_FLOAT64)), _only(call, None):
             exact = _alone(call, _copied(held, torch.float64), torch.float64)
-    eps = max(torch.finfo(kind).eps for kind in (own[_OUTPUT].dtype, call.autocast) if kind is not None)
-    errors = [_copied({name: found[name] for name in exact}, torch.float64) for found in (own, plain)]
+            with _Rounding(eps := max(torch.finfo(kind).eps for kind in kinds)):
+                nudged = _alone(call, _copied(held, torch.float64), torch.float64)
+    errors = [_copied({name: found[name] for name in exact}, torch.float64) for found in (own, plain, nudged)]
     for each in errors:
         torch._foreach_sub_([*each.values()], [*exact.values()])
     values = [exact, *errors]
-    norms = [torch.stack(torch._foreach_norm([value for each in values for value in each.values()])).view(3, -1)]
+    norms = [torch.stack(torch._foreach_norm([value for each in values for value in each.values()])).view(4, -1)]
     if query_key is not None and (name := _query_parameter(call, query_key)) in exact:
         recipe, matrices = query_key.query_recipe, torch.stack([each[name] for each in values])
         rows = (matrices if recipe.axis == 0 else matrices.mT)[:, on_device(recipe.index, matrices.device)].flatten(2)
@@ -379,18 +389,19 @@ def _compared(model: nn.Module, call: _Call, query_key: QueryKey | None, around:
 def _errors(norms: Sequence[np.ndarray], eps: float) -> list[np.ndarray]:
     """Return the values of ``schema.PRECISION`` of one block: by layer, and by head where they are known."""
     with np.errstate(all="ignore"):
-        size, error, explained = norms[0]
+        size, error, explained, nudged = norms[0]
         output, plain = error[0] / size[0], explained[0] / size[0]
         gradient = np.linalg.norm(error[1:]) / np.linalg.norm(size[1:])
         excess = [
             output / np.maximum(plain, eps / 4),
             *error[1:] / np.maximum(np.maximum(explained, size * eps / 4), _TINY)[1:],
             # The block's own code may be broken, in both passes in the same way.
-            np.maximum(output, gradient) / (_MOST_EPS * eps),
+            output / np.fmax(_MOST_EPS * eps, nudged[0] / size[0]),
+            gradient / np.fmax(_MOST_EPS * eps, np.linalg.norm(nudged[1:]) / np.linalg.norm(size[1:])),
         ]
         row = [output, gradient, np.max(excess)]
         if norms[1:]:
-            (size, error, explained), along = norms[1:]
+            (size, error, explained, _), along = norms[1:]
             row += [
                 error / size,
                 error / np.maximum(np.maximum(explained, size * eps / 4), _TINY),
@@ -405,6 +416,30 @@ def _copied(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> 
     copies = {name: torch.empty_like(tensor, dtype=dtype) for name, tensor in real.items()}
     torch._foreach_copy_(list(copies.values()), list(real.values()))
     return copies | {name: tensor.clone() for name, tensor in tensors.items() if name not in copies}
+
+
+class _Rounding(TorchDispatchMode):
+    """Change each result of an operation by a relative eps, up or down at random, as rounding it would."""
+
+    def __init__(self, eps: float) -> None:
+        super().__init__()
+        self._eps = eps
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **kwargs or {})
+        is_new = all(each.alias_info is None for each in func._schema.returns)
+        return _mapped(found, self._rounded) if is_new else found
+
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if (generator := self._generators.get(tensor.device)) is None:
+            generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(0)
+        up = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device)
+        return tensor * (1 + self._eps * (2 * up - 1))
 
 
 def _only(call: _Call, autocast: torch.dtype | None) -> AbstractContextManager[Any]:
