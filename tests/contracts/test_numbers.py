@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contracts.small import Model, checked, next_token
+from tests.contracts.small import Model, checked, next_token, tokens
 from tests.contracts.test_modes import Classifier, batches, plainly, results
 from workbench.contracts import numbers
-from workbench.contracts.lab import Lab
+from workbench.contracts.lab import Lab, all_results, show_progress
 from workbench.contracts.observer import Observer
 from workbench.contracts.results import Status
 
@@ -22,6 +22,26 @@ def test_the_first_module_with_nan_is_named():
     assert found["finite"].status is Status.FAILED
     assert bool(model.head.weight.isnan().all())
     assert found["finite"].where.startswith("body.1: output of log")
+
+
+def test_a_rate_that_spoils_the_parameters_is_no_fault_of_the_wiring():
+    def test(seen):
+        found_in.extend(all_results(seen, (), show_progress(False)))
+
+    torch.manual_seed(0)
+    model, found_in = Model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e25)
+    with Observer(4, test) as seen:
+        for ids in tokens():
+            optimizer.zero_grad()
+            next_token(model(ids), ids).backward()
+            optimizer.step()
+        seen.finish()
+    assert bool(model.head.weight.isnan().any())
+    found = {each.id: each for each in found_in}
+    assert not [each for each in found_in if each.status is Status.FAILED]
+    assert "learning rate" in found["finite"].evidence
+    assert found["causal"].status is found["order_matters"].status is Status.NOT_TESTED
 
 
 def test_bad_inputs_whose_update_is_skipped_are_a_question():

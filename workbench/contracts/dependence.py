@@ -66,6 +66,8 @@ def causal(lab: Lab) -> Result:
     # What padding before a text reads does not matter.
     change = change.where(lab.labels.counts & ~padding_mask(lab)[0], 0.0)
     before, after = float(change[:, :t].amax()), float(change[:, t:].amax())
+    if not math.isfinite(before + after):
+        raise NotTestedError("outputs are not finite")
     limit = max(lab.rounding(lab.base), 1e-6 * after)
     if before <= limit:
         if after <= limit:

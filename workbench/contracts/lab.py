@@ -179,6 +179,8 @@ class Lab:
             found = [each.detach() for each in tensors_in(output) if each.is_floating_point()]
             if not any(each.ndim for each in found):  # the module returns its loss alone
                 found += [each.detach() for each in inner]
+            if any(bool(each.isnan().any()) for each in found):
+                raise NotTestedError("outputs have NaN")
             return [by_token(each, call.tokens) for each in found]
 
     def require_acts(self) -> None:

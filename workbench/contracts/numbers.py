@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -71,6 +72,13 @@ def finite(lab: Lab) -> Result:
         if (found := _first_bad(lab, call)) is not None:
             where = found
             break
+        earlier = [each for each in lab.seen.passes if each.update < call.update]
+        is_known = ~np.isnan(earlier[0].after) if earlier else np.zeros(0, bool)
+        if is_known.any() and all(each.is_finite and np.isfinite(each.after[is_known]).all() for each in earlier):
+            raise NotTestedError(
+                f"{words[0].lower()}{words[1:]}; earlier ones and their gradients are, and with other parameters no "
+                "tensor is wrong: updates have spoiled the parameters. Is the learning rate too high?"
+            )
     return failed(f"{words}.", where=where, remedy="mask with a large finite number, guard divisions and logarithms.")
 
 
