@@ -135,6 +135,7 @@ def test_an_agent_is_scored_on_practice_cases(tmp_path, capsys):
     assert found["players"]["wb.diagnose"]["points"] == pytest.approx(recorded)
 
 
+@pytest.mark.slow
 def test_an_agent_is_scored_on_wirings(tmp_path):
     (tmp_path / "agent.py").write_text(WIRING_AGENT)
     agent = [sys.executable, str(tmp_path / "agent.py"), "{url}"]

@@ -56,6 +56,7 @@ def test_the_training_is_the_same_and_recorded(tmp_path):
     assert monitors["loss"].values == pytest.approx([expected[step] for step in monitors["step"].values], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_modules_that_share_an_optimizer_are_watched_together(tmp_path):
     two = ADAM.replace("model.parameters()", "[*model.parameters(), *head.parameters()]")
     two = f"head, body = nn.Linear(4, 4), model\nbody(torch.randn(2, 8))\n{two}\nmodel = lambda x: head(body(x))"
@@ -67,6 +68,7 @@ def test_modules_that_share_an_optimizer_are_watched_together(tmp_path):
     assert "no alarm" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_status_of_a_broken_script_is_kept(tmp_path):
     done = run(tmp_path, "-m", "workbench", "watch", "--store", "a.zarr", "--", "python", end="raise SystemExit(7)")
     assert done.returncode == 7
@@ -112,7 +114,7 @@ trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=8))
 
 
 @pytest.mark.framework
-@pytest.mark.parametrize("automatic", ["True", "False"])
+@pytest.mark.parametrize("automatic", ["True", pytest.param("False", marks=pytest.mark.slow)])
 def test_a_module_of_lightning_is_watched_from_its_first_update(automatic, tmp_path):
     (tmp_path / "train.py").write_text(LIGHTNING.replace("AUTOMATIC", automatic))
     command = [sys.executable, "-m", "workbench", "watch", "--store", "a.zarr", "--", "python", "train.py"]
