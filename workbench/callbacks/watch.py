@@ -414,12 +414,13 @@ class Watch:
     def blame(self, step: int | None = None) -> Blame:
         """Return the rank, the micro-batch and the row that spoiled an update, or that nobody departs from the others.
 
-        The gradient of each backward pass is compared with those of the other ones and of earlier updates, as it was
-        before any reduction. Then the rows are computed again, each alone, in eval mode and with the present
-        parameters: ask soon after the update. With several ranks, each of them has to call this.
+        The batches of the update are computed again, its rows each alone, in eval mode and with the present
+        parameters: ask soon after the update. Their losses are compared with what the model expects, with each other
+        and with earlier updates, and their gradients with those of the training, as they were before any reduction.
+        With several ranks, each of them has to call this.
 
         Args:
-            step: Step of the update, one of the latest four that were examined; None for the latest.
+            step: Step of the update, one of the latest eight that were examined; None for the latest.
 
         Raises:
             OptionError: If the watch has ended, or the gradients cannot be seen before their reduction.

@@ -1,43 +1,52 @@
-"""Blame for a spoiled update: the rank, the micro-batch and the row whose gradient departs from all others."""
+"""Blame for a spoiled update: the rank, the micro-batch and the row that departs from all others and from its past."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
 from workbench.formatting import number_in_words
 
-#: Updates that are the past of a pass, the fewest of them, values that a comparison needs, and updates after which what
-#: is usual is learned again.
-_N_UPDATES, _LEAST_UPDATES, _N_PAST, _N_LEARN = 48, 8, 12, 8
-#: Passes of an update that show how much they differ.
-_FEWEST_NOW = 4
-#: Features of a pass: the logarithm of the size of its gradient, its loss, and the cosine of its gradient with the sum
-#: of the others.
-FEATURES = ("size", "loss", "turn")
-_TURN = FEATURES.index("turn")
-#: Standard deviations from which a pass is blamed, by feature, and values to which the next one of a row is compared.
-_T_OF_PASS, _N_NEXT = np.array([9.0, 7.0, 6.0]), 8
-#: Least standard deviation of each feature of a pass, and of a row.
-_LEAST_OF_PASS = np.array([0.1, 0.02, 0.25])
-_LEAST_OF_ROW = {"size": 0.2, "loss": 0.1, "scale": 0.2}
-#: Standard deviations from which a row is blamed, and least distance from the next one, over that of the next ones from
-#: each other. Rows of texts, and short ones above all, have heavy tails.
-_T_OF_ROW = {"size": (8.0, 4.0), "loss": (13.0, 6.0), "scale": (10.0, 4.0)}
-#: Rows of a micro-batch from which they are compared with their own median.
-_OWN_MEDIAN = 4
-#: Fewest rows of which one can depart from the others, and largest fraction of them that is blamed row by row.
-_FEWEST_ROWS, _MOST_BLAMED = 6, 0.25
-#: Least difference between a gradient and what its batch gives when it is computed again, over the gradient, and over
-#: the median of the same difference in the other passes.
-_LEAST_OFF, _TIMES_OFF = 0.3, 4.0
-#: Least logarithm of the weight of a loss over that of the others, and over the spread of these.
-_LEAST_WEIGHT, _TIMES_WEIGHT = 0.2, 6.0
+#: Updates that are the past, fewest of them, and the latest ones over which the evidence of a rank is summed.
+_N_UPDATES, _LEAST_UPDATES, _RECENT = 48, 8, (1, 2, 4, 8)
+#: Standard deviations from which a pass is blamed, and least of these: for how much larger its loss is than the model
+#: expects, or for the logarithm of its loss if that is unknown.
+_T_OF_PASS = {"surprise": (5.0, 1.0), "loss": (10.0, 0.02)}
+#: Standard deviations from which a rank is blamed, and at which those of a pass count no further for its rank, so that
+#: one pass alone cannot be a bad rank; passes of which a single one does not move the median.
+_T_OF_RANK, _CLIP, _MANY = 5.0, 3.0, 24
+#: How much further the first departs than the next one.
+_GAP = 1.5
+#: Values of a row: sum of the losses of its labels, its excess over what the model expects, the variance of that,
+#: number of labels; product of the gradient of the logits with that of the sum of the losses, square of the latter and
+#: of the former, and its largest entry at a label, which is the least weight that a loss may have; size of the inputs,
+#: norm of the gradient of the row alone.
+ROW_VALUES = (
+    *("loss", "surprise", "variance", "labels"),
+    *("product", "square", "given", "bound", "inputs", "norm"),
+)
+#: Least cosine of two gradients that differ by a factor, and least mean square of that of a label: of labels that a
+#: model is sure of, little is left of the gradient, and that changes much with the parameters, unless the gradient of
+#: the whole pass is repeated, up to a sine.
+_PARALLEL, _LEAST_SQUARE, _OFF_OF_WEIGHT = 0.98, 0.1, 0.1
+#: Variance of the loss of a label that is added to what a model expects, which may be surer than right.
+_VARIANCE = 0.01
+#: Standard deviations from which a row is blamed and least of these; least gradient over the root mean square of those
+#: of all rows; fewest rows of which one can depart; largest part of a micro-batch that is blamed row by row, and score
+#: from which rows are counted for it.
+_T_OF_ROW = {"inputs": (10.0, 0.2), "surprise": (5.0, 1.0), "size": (10.0, 0.3)}
+_LEAST_NORM, _FEWEST_ROWS, _MOST_BLAMED, _ODD = 0.25, 6, 0.25, 0.6
+#: Least departures from the others that are blamed, if they are above a multiple of the spread of these: logarithms of
+#: the weight of a pass and of a row, of a factor between a gradient and the one that its batch gives when it is
+#: computed again, and of the sine of the angle between them. Least sine of another direction, largest median of all,
+#: and largest one of the passes of each other rank that are best repeated.
+_LEAST_WEIGHT, _LEAST_OF_ROW, _LEAST_FACTOR, _LEAST_SINE, _TIMES, _TIMES_OF_SINE = 0.35, 0.7, 0.3, 0.5, 6.0, 4.0
+_OFF, _REPEATED, _REPEATED_BY_RANK = 0.6, 0.15, 0.45
 #: Relative difference of the parameters of ranks that is none.
 _EQUAL = 1e-6
 
@@ -54,7 +63,7 @@ class Blame:
         row: Index of the row in the micro-batch, from 0; -1 if it is none in particular.
         row_id: Id of the row, from a column ``id``, ``index`` or ``idx`` of the inputs, or a hash of its content.
         score: Departure in multiples of the threshold; infinite for what needs no statistics, 0 for nobody.
-        kind: What departs: ``"finite"``, ``"zero"``, ``"parameters"``, ``"replay"``, or a feature of the pass or row.
+        kind: What departs: ``"finite"``, ``"zero"``, ``"parameters"``, ``"weight"``, ``"replay"``, or a statistic.
 
     Example:
         >>> from workbench.probes.blame import Blame
@@ -110,295 +119,414 @@ class Passes:
         """Whether a gradient is not finite, (rank, pass); such norms are sent as infinite."""
         return np.isinf(self.sketch[..., -1]).any(-1)
 
+    def place(self, rank: int, number: int = -1) -> str:
+        """Return the name of a rank or pass."""
+        of_rank = int(self.is_made[rank].sum())
+        found = [f"rank {rank}"] if len(self.sketch) > 1 else []
+        found += [f"micro-batch {number + 1} of {of_rank}"] if number >= 0 and of_rank > 1 else []
+        return ", ".join(found) or "this update"
+
+    def blame(self, rank: int, number: int, words: str, score: float, kind: str) -> Blame:
+        """Blame a rank, or one of its passes."""
+        return Blame(self.step, f"{self.place(rank, number)}: {words}", rank, number, score=score, kind=kind)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one micro-batch whose forward pass was repeated.
+
+    Attributes:
+        step: Step of the update.
+        rank: Rank that has them.
+        micro_batch: Index of the backward pass of the update, from 0.
+        values: The `ROW_VALUES` of each row, shape (row, value); NaN if unknown, infinite if not finite.
+        ids: Ids of the rows.
+        off: Sine of the angle between the gradient that was seen and the one computed again, 1 if it is above a right
+            angle, and
+        scale: factor between them; medians over the parameters, NaN if unknown.
+    """
+
+    step: int
+    rank: int
+    micro_batch: int
+    values: np.ndarray
+    ids: Mapping[int, str] = field(default_factory=dict)
+    off: float = math.nan
+    scale: float = math.nan
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.values[:, ROW_VALUES.index(name)]
+
+    @property
+    def surprise(self) -> float:
+        """How much larger the loss of all is than the model expects, in standard deviations; NaN if unknown."""
+        return float(_surprises(self["surprise"].sum(), self["variance"].sum(), self["labels"].sum()))
+
+    @property
+    def weight(self) -> float:
+        """Factor between the gradient of the logits and that of the sum of all losses; NaN if they are not parallel."""
+        sums = [self[name].sum() for name in ("product", "square", "given", "labels")]
+        return float(_weights(*sums, 0.0 if self.off <= _OFF_OF_WEIGHT else _LEAST_SQUARE))
+
+
+def _weights(
+    product: np.ndarray, square: np.ndarray, given: np.ndarray, labels: np.ndarray, least: float = _LEAST_SQUARE
+) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        is_known = (product >= _PARALLEL * np.sqrt(square * given)) & (square > least * labels)
+        return np.where(is_known, product / square, math.nan)
+
+
+def _surprises(excess: np.ndarray, variance: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    spread = np.sqrt(variance + _VARIANCE * labels)
+    return np.asarray(excess / np.where(spread > 0, spread, math.nan))
+
 
 class PassHistory:
-    """Passes of the latest updates, with which those of the next one are compared."""
+    """Losses of the passes of the latest updates, with which those of the next one are compared."""
 
     def __init__(self) -> None:
-        #: Differences from the other passes and values, by feature: (rank, pass, feature, 2).
-        self._past: deque[np.ndarray] = deque(maxlen=_N_UPDATES)
-        self._logs: deque[np.ndarray] = deque(maxlen=_N_UPDATES)
-        self._usual = np.zeros(0)  # logarithm of the norm by parameter
-        self._middle = self._spread = np.zeros(0)  # by rank, feature and 2
-        self._n_added = self._learned = 0
+        self._losses: dict[int, np.ndarray] = {}
 
-    def judge(self, passes: Passes) -> Blame:
-        """Compare the passes of an update with each other and with their past, and blame the one that departs.
-
-        What needs no statistics comes first: parameters that differ between ranks, gradients that are not finite or all
-        zero in some passes alone. Otherwise, the logarithm of the size, the loss and the direction of each gradient
-        are compared with the median of the other passes, and the difference with that of the same rank in the past.
-        With two passes in an update, the one that departs further from its own past is meant; a single one can only
-        be a reason to look at its rows.
-        """
-        made, n = passes.is_made, int(passes.is_made.sum())
-        for find in (_other_parameters, _not_finite, _zero):
-            if n > 1 and (found := find(passes, made)) is not None:
-                return found
-        if (passes.is_bad & made).any():
-            return Blame(passes.step, "No gradient is finite.", score=math.inf, kind="finite")
-        if not n or not self._learn() or len(self._middle) != len(made):
-            return nobody(passes.step)
-        now = self._features(passes, made)
-        spread: np.ndarray = np.maximum(self._spread[:, None], _spread_now(now, made))
-        z = (now - self._middle[:, None]) / spread
-        against, own = np.nan_to_num(z[..., 0]), np.nan_to_num(z[..., 1])
-        if n == 1:
-            against = own
-        elif n == 2:  # both differ from the other one equally
-            against = np.where(np.abs(own) >= np.abs(own).max((0, 1)), against, 0.0)
-        against[..., _TURN] = np.minimum(against[..., _TURN], 0.0) if n > 1 else 0.0
-        against = against / _T_OF_PASS
-        rank, number, name = np.unravel_index(np.argmax(np.abs(against)), against.shape)
-        score = float(np.abs(against).max())
-        if n == 1:
-            return Blame(passes.step, "The update departs from those before.", score=score, kind=FEATURES[name])
-        by = float(now[rank, number, name, 0] - self._middle[rank, name, 0])
-        words = _of_feature(FEATURES[name], by, now[..., name, 1], made, int(rank), int(number))
-        return _blame(passes, int(rank), int(number), words, score, FEATURES[name])
-
-    def add(self, passes: Passes, found: Blame) -> None:
-        """Remember the passes of an update, without those to blame."""
-        made = passes.is_made & ~passes.is_bad
-        if found.score >= 1 and found.is_found:
-            made[found.rank, found.micro_batch if found.micro_batch >= 0 else slice(None)] = False
-        if made.any() and np.isfinite(passes.sketch[made]).all():
-            self._past.append(self._features(passes, made))
-            self._logs.append(_logs(passes, made))
-            self._n_added += 1
-
-    def _learn(self) -> bool:
-        """Learn what is usual, at some updates; return whether it is known."""
-        if self._n_added < _LEAST_UPDATES:
-            return False
-        if self._learned and self._n_added - self._learned < min(_N_LEARN, self._learned // 4):
-            return True
-        self._learned = self._n_added
-        n_passes, n_ranks = max(each.shape[1] for each in self._past), max(len(each) for each in self._past)
-        past = np.full((len(self._past), n_ranks, n_passes, len(FEATURES), 2), np.nan)
-        for row, each in zip(past, self._past, strict=True):
-            row[: len(each), : each.shape[1]] = each
-        pooled = past.swapaxes(0, 1).reshape(n_ranks, -1, len(FEATURES), 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a feature may be unknown
-            low, self._middle, high = np.nanquantile(pooled, [0.1, 0.5, 0.9], axis=1)
-            near = 1.4826 * np.nanmedian(np.abs(pooled - self._middle[:, None]), axis=1)
-            self._usual = np.nanmedian(np.concatenate([each.reshape(-1, each.shape[-1]) for each in self._logs]), 0)
-        n_known = (~np.isnan(pooled)).sum(1)
-        spread = np.maximum(np.maximum(near, (high - low) / 2.563), _LEAST_OF_PASS[:, None])
-        self._spread = np.where(n_known >= _N_PAST, spread, np.nan)
-        return True
-
-    def _features(self, passes: Passes, made: np.ndarray) -> np.ndarray:
-        """Return for each pass and feature the difference from the other passes, and the value, (rank, pass, f, 2)."""
-        logs = _logs(passes, made)
-        if len(self._usual):  # a parameter without a gradient, such as that of an expert without tokens, has its usual
-            logs = np.where(np.isnan(logs), self._usual, logs)
-        n_known = (~np.isnan(logs)).sum(-1)
-        size = np.where(made & (n_known > 0), np.nansum(logs, -1) / np.maximum(n_known, 1), np.nan)
-        length = np.where(passes.sketch[..., -1:] > 0, passes.sketch[..., -1:], 1.0)
-        unit = np.where(made[..., None, None], np.nan_to_num(passes.sketch[..., :-1] / length), 0.0)
-        rest = unit.sum((0, 1)) - unit
-        lengths = np.sqrt(np.square(unit).sum((2, 3)) * np.square(rest).sum((2, 3)))
-        turn = (unit * rest).sum((2, 3)) / np.where(lengths > 0, lengths, np.nan)
+    def add(self, passes: Passes) -> None:
+        """Remember the passes of an update."""
         # Losses vary in proportion to their size, unless they may be negative.
-        loss = np.where(
-            made & (passes.loss > 0) & np.isfinite(passes.loss), np.log(np.abs(passes.loss) + 1e-30), np.nan
-        )
-        values = np.stack([size, loss, np.where(made, turn, np.nan)], -1)
-        others = np.stack([_against_others(values[..., i]) for i in range(len(FEATURES))], -1)
-        return np.stack([others, values], -1)
+        is_known = passes.is_made & (passes.loss > 0) & np.isfinite(passes.loss)
+        self._losses[passes.step] = np.where(is_known, np.log(np.where(is_known, passes.loss, 1.0)), math.nan)
+        if len(self._losses) > _N_UPDATES:
+            del self._losses[min(self._losses)]
+
+    def table(self, step: int, groups: Sequence[Rows]) -> tuple[str, np.ndarray]:
+        """Return a feature of all passes up to a step, which is the last, and its name: (update, rank, pass).
+
+        A batch may be rare and have a large loss by right. Therefore the loss itself is read only if it is not known
+        what the model expects.
+        """
+        steps = [each for each in self._losses if each <= step]
+        past = [self._losses[each] for each in steps]
+        shape = (len(past), max(map(len, past), default=0), max((each.shape[1] for each in past), default=0))
+        surprise, loss = np.full(shape, math.nan), np.full(shape, math.nan)
+        for row, each in zip(loss, past, strict=True):
+            row[: len(each), : each.shape[1]] = each
+        for rows in groups:
+            if rows.step in steps and rows.micro_batch < shape[2]:
+                surprise[steps.index(rows.step), rows.rank, rows.micro_batch] = rows.surprise
+        return ("surprise", surprise) if np.isfinite(surprise[-1:]).any() else ("loss", loss)
 
 
-def _spread_now(now: np.ndarray, made: np.ndarray) -> np.ndarray:
-    """Return the standard deviation of the passes of an update, (feature, 2), if there are enough; otherwise 0."""
-    values = now[made][..., 1]
-    if len(values) < _FEWEST_NOW:
-        return np.zeros((len(FEATURES), 2))
-    near = 1.4826 * np.median(np.abs(values - np.median(values, 0)), 0)
-    return np.repeat(np.nan_to_num(near)[:, None], 2, 1)
+def judge(passes: Passes, history: PassHistory, groups: Sequence[Rows]) -> Blame:
+    """Blame the rank, the micro-batch or the row that spoiled an update, or nobody.
+
+    What needs no statistics comes first: parameters that differ between ranks, gradients that are not finite or all
+    zero in some passes alone, a loss with another weight, a gradient that its batch does not give. Then a rank is
+    blamed whose passes depart from those of other ranks, further than before, summed over the latest updates; a row
+    that departs from all other rows, and whose gradient is not small beside theirs; and a pass that departs from the
+    others, further than before.
+
+    Args:
+        passes: Passes of the update.
+        history: Passes up to this update, or also of later ones.
+        groups: Rows of the passes of this update, and of others, which show what is usual.
+    """
+    now = [each for each in groups if each.step == passes.step]
+    if (found := find_exact(passes)) is not None:
+        return _row_that_is_not_finite(passes, found, now) if found.kind == "finite" else found
+    # With other parameters, dropout or norms over the batch than in the training, losses are less well known.
+    off = [each.off for each in now if math.isfinite(each.off)]
+    caution = max(1.0, float(np.median(off)) / _REPEATED) if off else 1.0
+    for find in (_weighted_row, partial(_weighted, caution=caution), _scaled, _turned):
+        if (found := find(passes, now)) is not None:
+            return found
+    best = nobody(passes.step)
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # a feature may be unknown
+        row = _row(passes, now, groups, caution)
+        name, table = history.table(passes.step, groups)
+        if len(table) > _LEAST_UPDATES:
+            if (of_rank := _rank(passes, name, table)).score >= 1:
+                return of_rank
+            best = _pass(passes, name, table)
+    is_in_it = (row.rank, row.micro_batch) == (best.rank, best.micro_batch)
+    return row if row.score >= 1 and (is_in_it or row.score >= best.score) else best
 
 
-def _logs(passes: Passes, made: np.ndarray) -> np.ndarray:
-    norms = passes.sketch[..., -1]
-    return np.where(made[..., None] & (norms > 0) & np.isfinite(norms), np.log(np.where(norms > 0, norms, 1.0)), np.nan)
+def find_exact(passes: Passes) -> Blame | None:
+    """Blame what needs neither statistics nor rows; None if there is no such thing."""
+    made = passes.is_made
+    if made.sum() > 1:
+        if (found := _other_parameters(passes)) is not None:
+            return found
+        words = "its gradient is not finite, that of others is"
+        if (found := _of_state(passes, passes.is_bad & made, words, "finite")) is not None:
+            return found
+        is_zero = made & (np.nan_to_num(passes.sketch[..., -1], nan=0.0) == 0).all(-1)
+        words = "its gradient is zero, that of others is not"
+        if (found := _of_state(passes, is_zero, words, "zero")) is not None:
+            return found
+    if (passes.is_bad & made).any():
+        return Blame(passes.step, "No gradient is finite.", score=math.inf, kind="finite")
+    return None
 
 
-def _against_others(now: np.ndarray) -> np.ndarray:
-    """Return the difference of each value from the median of all other ones; NaN if there are none."""
-    found, known = np.full(now.shape, np.nan), ~np.isnan(now)
-    values = now[known]
-    if (n := len(values)) < 2:
-        return found
-    place = np.argsort(np.argsort(values, kind="stable"), kind="stable")
-    ordered = np.sort(values)
-    low, high = (n - 2) // 2, (n - 1) // 2  # of the others, in their order
-    found[known] = values - (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
-    return found
-
-
-def _place(passes: Passes, rank: int, number: int) -> str:
-    n_ranks, of_rank = len(passes.sketch), int(passes.is_made[rank].sum()) if rank >= 0 else 1
-    found = [f"rank {rank}"] if n_ranks > 1 else []
-    found += [f"micro-batch {number + 1} of {of_rank}"] if number >= 0 and of_rank > 1 else []
-    return ", ".join(found) or "this update"
-
-
-def _blame(passes: Passes, rank: int, number: int, words: str, score: float, kind: str) -> Blame:
-    return Blame(passes.step, f"{_place(passes, rank, number)}: {words}", rank, number, score=score, kind=kind)
-
-
-def _of_feature(name: str, by: float, now: np.ndarray, made: np.ndarray, rank: int, number: int) -> str:
-    if name == "size":
-        return f"its gradient is {number_in_words(math.exp(by))} times what it usually is beside the others"
-    middle, value = float(np.median(now[made & ~np.isnan(now)])), float(now[rank, number])
-    if name == "loss":
-        middle, value = math.exp(middle), math.exp(value)
-    what = "its loss is" if name == "loss" else "the cosine of its gradient with the others is"
-    return f"{what} {number_in_words(value)}, and in the middle of all {number_in_words(middle)}"
-
-
-def _only(which: np.ndarray, made: np.ndarray) -> list[tuple[int, int]]:
-    """Return the passes for which something holds if that is less than half of them."""
-    places = [(int(r), int(m)) for r, m in zip(*np.nonzero(which & made), strict=True)]
-    return places if 2 * len(places) < int(made.sum()) or (len(places) == 1 and int(made.sum()) == 2) else []
-
-
-def _not_finite(passes: Passes, made: np.ndarray) -> Blame | None:
-    return _of_state(passes, passes.is_bad, made, "its gradient is not finite, that of others is", "finite")
-
-
-def _zero(passes: Passes, made: np.ndarray) -> Blame | None:
-    is_zero = (np.nan_to_num(passes.sketch[..., -1], nan=0.0) == 0).all(-1)
-    return _of_state(passes, is_zero, made, "its gradient is zero, that of others is not", "zero")
-
-
-def _of_state(passes: Passes, which: np.ndarray, made: np.ndarray, words: str, kind: str) -> Blame | None:
-    """Blame the pass in which something alone holds, or a rank in all of whose passes it does and in no other."""
-    which, ranks = which & made, {int(r) for r in np.nonzero(which & made)[0]}
+def _of_state(passes: Passes, which: np.ndarray, words: str, kind: str, score: float = math.inf) -> Blame | None:
+    """Blame a rank in all of whose passes alone something holds, or the first pass if it holds in less than half."""
+    made, ranks = passes.is_made, {int(r) for r in np.nonzero(which)[0]}
     if len(ranks) == 1 and (rank := min(ranks)) >= 0 and len(made) > 1 and (which[rank] == made[rank]).all():
-        number = 0 if made[rank].sum() == 1 else -1
-        return _blame(passes, rank, number, words, math.inf, kind)
-    places = _only(which, made)
-    return _blame(passes, *places[0], words, math.inf, kind) if places else None
+        return passes.blame(rank, 0 if made[rank].sum() == 1 else -1, words, score, kind)
+    places = [(int(r), int(m)) for r, m in zip(*np.nonzero(which), strict=True)]
+    is_some = 0 < 2 * len(places) < made.sum() or (len(places) == 1 and made.sum() == 2)
+    return passes.blame(*places[0], words, score, kind) if is_some else None
 
 
-def _other_parameters(passes: Passes, made: np.ndarray) -> Blame | None:
+def _other_parameters(passes: Passes) -> Blame | None:
     """Blame the rank whose parameters differ from those of most ranks."""
     weights = passes.weights
     if len(weights) < 2 or np.isnan(weights).any():
         return None
     length = np.maximum(weights[..., -1].max(0), 1e-30)
     apart = np.abs(weights[:, None] - weights[None]).max(-1) / length  # rank, rank, parameter
-    is_equal = (apart <= _EQUAL).all(-1)
-    n_equal = is_equal.sum(1)
+    n_equal = (apart <= _EQUAL).all(-1).sum(1)
     if n_equal.min() == len(weights):
         return None
-    words = "its parameters differ from those of the other ranks, which should be the same"
     odd = np.flatnonzero(n_equal < n_equal.max())
     if len(odd) == 1:
-        return _blame(passes, int(odd[0]), -1, words, math.inf, "parameters")
-    words = "the parameters of the ranks differ, which should be the same"
-    sentence = f"{words}; the ranks do not show which one is wrong"
+        words = "its parameters differ from those of the other ranks, which should be the same"
+        return passes.blame(int(odd[0]), -1, words, math.inf, "parameters")
+    sentence = "the parameters of the ranks differ, which should be the same; the ranks do not show which one is wrong"
     return Blame(passes.step, sentence, score=math.inf, kind="parameters")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Rows of one micro-batch whose forward and backward pass was repeated, each alone.
-
-    Attributes:
-        rank: Rank that has them.
-        micro_batch: Index of the backward pass of the update, from 0.
-        numbers: Indices of the rows in the micro-batch.
-        features: Values of each row by feature; infinite for a gradient that is not finite.
-        ids: Ids of the rows.
-        off: Difference between the gradient that was seen and the one computed again, over the former; NaN if unknown.
-        scale: Factor between them.
-        weight: Factor on the sum of the rows' losses, times their number, which is that on their mean; NaN if unknown.
-        is_reference: Whether they are of an earlier update, and only show what is usual.
-    """
-
-    rank: int
-    micro_batch: int
-    numbers: Sequence[int]
-    features: Mapping[str, np.ndarray]
-    ids: Mapping[int, str] = field(default_factory=dict)
-    off: float = math.nan
-    scale: float = math.nan
-    weight: float = math.nan
-    is_reference: bool = False
-
-
-def judge_rows(passes: Passes, found: Blame, groups: Sequence[Rows], *, is_current: bool = False) -> Blame:
-    """Blame a row, if one departs from all others; otherwise return what is known without rows, or nobody.
-
-    Args:
-        passes: Passes of the update.
-        found: The pass that departs, as of `PassHistory.judge`.
-        groups: Rows of the micro-batches of the update, and of earlier ones.
-        is_current: Whether the parameters are those of the update, so that gradients can be repeated exactly.
-    """
-    if found.kind in ("parameters", "zero"):
-        return found
-    now = [each for each in groups if not each.is_reference]
-    if found.kind != "finite":
-        for find in (_off, _weighted) if is_current else (_weighted,):
-            if (other := find(passes, groups)) is not None:
-                return other
-    if found.score >= 1 and found.is_found and found.micro_batch >= 0:
-        now = [each for each in now if (each.rank, each.micro_batch) == (found.rank, found.micro_batch)] or now
-    best, top = found if found.score >= 1 and found.is_found else nobody(passes.step), 0.0
-    medians = {id(each): _middles(each) for each in groups}
+def _row_that_is_not_finite(passes: Passes, found: Blame, now: Sequence[Rows]) -> Blame:
     for each in now:
-        bad = np.isinf(each.features["size"]) if "size" in each.features else np.zeros(0, bool)
-        if bad.any():
-            if bad.sum() <= max(1, _MOST_BLAMED * len(bad)):
-                return _of_row(
-                    passes, each, int(np.flatnonzero(bad)[0]), "its gradient is not finite", math.inf, "finite"
-                )
-            continue
-        for name, values in [pair for pair in each.features.items() if pair[0] in _T_OF_ROW]:
-            given = [g.features[name] - medians[id(g)][name] for g in groups if name in g.features]
-            others, values = np.concatenate(given), values - medians[id(each)][name]
-            others = np.sort(others[np.isfinite(others)])[::-1]
-            if len(others) < _FEWEST_ROWS or found.kind == "finite":
-                continue
-            i = int(np.argmax(np.where(np.isfinite(values), values, -math.inf)))
-            far, apart = _T_OF_ROW[name]
-            score = min(_deviates(values[i], others, _LEAST_OF_ROW[name]) / far, _gap(values[i], others) / apart)
-            if score > top:
-                top = score
-                if score >= 1:
-                    shift = medians[id(each)][name]
-                    words = _of_row_feature(name, values[i] + shift, float(np.median(others)) + shift)
-                    best = _of_row(passes, each, i, words, score, name)
+        is_bad = np.isinf(each["norm"])
+        if is_bad.any() and is_bad.sum() <= max(1, _MOST_BLAMED * len(is_bad)):
+            return _of_row(passes, each, int(np.argmax(is_bad)), "its gradient is not finite", math.inf, "finite")
+    return found
+
+
+def _departures(values: np.ndarray, least: float, times: float = _TIMES) -> np.ndarray:
+    """Return how far each value is from the median of the others, in multiples of what is blamed; NaN if unknown."""
+    found, known = np.full(len(values), math.nan), np.flatnonzero(np.isfinite(values))
+    for i in known if len(known) > 2 else ():
+        others = values[known[known != i]]
+        found[i] = (values[i] - np.median(others)) / max(least, times * _spread(others))
+    return found
+
+
+def _spread(values: np.ndarray) -> float:
+    return 1.4826 * float(np.median(np.abs(values - np.median(values)))) if len(values) else math.nan
+
+
+def _least_spread(weight: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return ones if a loop keeps the weight of a label equal, numbers of labels if that of all of them together."""
+    both = [np.log(weight), np.log(weight * labels)]
+    spread = [np.nan_to_num(_spread(each[np.isfinite(each)]), nan=math.inf) for each in both]
+    return np.ones(len(labels)) if spread[0] <= spread[1] else labels
+
+
+def _weighted_row(passes: Passes, now: Sequence[Rows]) -> Blame | None:
+    """Blame a row whose loss has at least more weight than the others of its micro-batch have."""
+    for each in now:
+        weight = _weights(*(each[name] for name in ("product", "square", "given", "labels")))
+        by = np.zeros(len(weight))
+        for i in np.flatnonzero(each["bound"] > 0):
+            others = np.isfinite(weight) & (np.arange(len(weight)) != i)
+            if others.sum() >= _FEWEST_ROWS // 2:
+                counts = _least_spread(weight[others], each["labels"][others])
+                logs = np.log(weight[others] * counts)
+                own = math.log(each["bound"][i] * (each["labels"][i] if (counts != 1).any() else 1.0))
+                by[i] = (own - np.median(logs)) / max(_LEAST_OF_ROW, _TIMES * _spread(logs))
+        i = int(np.argmax(by))
+        if by[i] >= 1 and (by >= 1).sum() <= max(1, _MOST_BLAMED * len(by)):
+            factor = number_in_words(float(each["bound"][i] / np.nanmedian(weight)))
+            words = f"its loss has at least {factor} times the weight of the others"
+            return _of_row(passes, each, i, words, by[i], "weight")
+    return None
+
+
+def _weighted(passes: Passes, now: Sequence[Rows], caution: float) -> Blame | None:
+    """Blame a pass whose loss has another weight than those of the others."""
+    weight, labels = (
+        np.array([f(each) for each in now]) for f in (lambda of: of.weight, lambda of: of["labels"].sum())
+    )
+    by = _departures(np.log(weight * _least_spread(weight, labels)), _LEAST_WEIGHT * max(1.0, caution / 2))
+    return _of_passes(passes, now, by, weight, "its loss has {} times the weight of the others", "weight")
+
+
+def _scaled(passes: Passes, now: Sequence[Rows]) -> Blame | None:
+    """Blame a pass whose gradient is a multiple of the one that its batch gives, if those of the others are not."""
+    scale = np.array([each.scale if each.scale > 0 and each.off <= _REPEATED else math.nan for each in now])
+    words = "its gradient is {} times the one that its batch gives when it is computed again"
+    return _of_passes(passes, now, _departures(np.log(scale), _LEAST_FACTOR), scale, words, "replay")
+
+
+def _turned(passes: Passes, now: Sequence[Rows]) -> Blame | None:
+    """Blame a pass, or a rank in all of its passes, whose gradient has another direction than its batch gives."""
+    words = "its gradient is not the one that its batch gives when it is computed again; those of others are"
+    off = np.array([max(each.off, 1e-3) for each in now])
+    if len(off) > 2 and np.median(off) <= _REPEATED:
+        by = np.where(off >= _OFF, _departures(np.log(off), _LEAST_SINE, _TIMES_OF_SINE), 0.0)
+        if (found := _of_passes(passes, now, by, off, words, "replay")) is not None:
+            return found
+    table = np.full(passes.is_made.shape, math.nan)
+    for each, value in zip(now, off, strict=True):
+        table[each.rank, each.micro_batch] = value
+    least = np.where(passes.is_made.sum(1) > 1, np.nanmin(np.where(passes.is_made, table, math.inf), 1), math.nan)
+    if len(least) > 1 and np.isfinite(least).all():  # with dropout, single passes may be of any direction
+        rank = int(np.argmax(least))
+        others = float(np.delete(least, rank).max())
+        if least[rank] >= _OFF and others <= _REPEATED_BY_RANK:
+            return passes.blame(rank, -1, words, float(least[rank]) / _OFF, "replay")
+    return None
+
+
+def _of_passes(
+    passes: Passes, now: Sequence[Rows], by: np.ndarray, values: np.ndarray, words: str, kind: str
+) -> Blame | None:
+    """Blame the pass that departs most, or all of its rank, unless as many depart as do not."""
+    score = np.abs(np.nan_to_num(by))
+    if not len(score) or score.max() < 1:
+        return None
+    which = np.zeros(passes.is_made.shape, dtype=bool)
+    for each, value in zip(now, score, strict=True):
+        which[each.rank, each.micro_batch] = value >= 1
+    rest = values[(score < 1) & np.isfinite(values)]
+    by_how_much = float(values[int(np.argmax(score))] / np.median(rest)) if len(rest) else math.nan
+    if 2 * which.sum() >= passes.is_made.sum():
+        return None
+    return _of_state(passes, which, words.format(number_in_words(by_how_much)), kind, float(score.max()))
+
+
+def _others(table: np.ndarray, *, are_ranks: bool) -> np.ndarray:
+    """Return the median of all other passes of an update, or of those of other ranks, in the form of a table."""
+    flat = table.reshape(len(table), -1)
+    if flat.shape[1] > _MANY:
+        return np.broadcast_to(np.nanmedian(flat, 1)[:, None, None], table.shape)
+    of_rank = np.repeat(np.arange(table.shape[1]), table.shape[2])
+    units = of_rank if are_ranks else np.arange(len(of_rank))
+    return np.stack([np.nanmedian(flat[:, units != unit], 1) for unit in units], 1).reshape(table.shape)
+
+
+def _standardized(table: np.ndarray, n_now: int, least: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the latest updates in standard deviations of the same rank before them, and how many values these are."""
+    before, now = table[:-n_now], table[-n_now:]
+    middle = np.nanmedian(before, (0, 2))[:, None]
+    low, high = np.nanquantile(before - middle, [0.1, 0.9], (0, 2))
+    of_rank = np.fmax(1.4826 * np.nanmedian(np.abs(before - middle), (0, 2)), (high - low) / 2.563)
+    of_all = 1.4826 * np.nanmedian(np.abs(before - middle))
+    n_known = (~np.isnan(before)).sum((0, 2))
+    spread = np.where(n_known >= _LEAST_UPDATES, np.maximum(np.fmax(of_rank, of_all), least), math.nan)
+    return (now - middle) / spread[:, None], n_known
+
+
+def _rank(passes: Passes, name: str, table: np.ndarray) -> Blame:
+    """Blame a rank whose passes depart from those of other ranks more than they did, over the latest updates."""
+    best, least = nobody(passes.step), _T_OF_PASS[name][1]
+    n_recent = min(_RECENT[-1], len(table) - _LEAST_UPDATES)
+    if table.shape[1] < 2:
+        return best
+    z, n_past = _standardized(table - _others(table, are_ranks=True), n_recent, least)
+    own, _ = _standardized(table, n_recent, least)
+    for n in [each for each in _RECENT if each <= n_recent]:
+        clipped, of_own = (np.nanmean(np.clip(each[-n:], -_CLIP, _CLIP), (0, 2)) for each in (z, own))
+        n_now = (~np.isnan(z[-n:])).sum((0, 2))
+        score = np.nan_to_num(clipped / np.sqrt(1 / n_now + 1 / n_past)) / _T_OF_RANK
+        if len(score) == 2:  # both differ from the other one equally
+            score[np.abs(of_own) < np.abs(of_own).max()] = 0.0
+        rank = int(np.argmax(score))
+        if score[rank] > max(best.score, _GAP * np.delete(score, rank).max()):
+            since = f", in the latest {n} updates" if n > 1 else ""
+            words = _of_feature(name, table[-n:], table[-n:, rank]) + since
+            best = passes.blame(rank, -1, words, float(score[rank]), name)
     return best
 
 
-def _middles(rows: Rows) -> dict[str, float]:
-    """Return the median of each feature, from which rows differ; 0 if there are too few rows."""
-    known = {name: values[np.isfinite(values)] for name, values in rows.features.items()}
-    return {name: float(np.median(values)) if len(values) >= _OWN_MEDIAN else 0.0 for name, values in known.items()}
+def _pass(passes: Passes, name: str, table: np.ndarray) -> Blame:
+    """Blame a pass that departs from all others and from its past, or a rank if all of its passes do."""
+    (threshold, least), n_now = _T_OF_PASS[name], int((~np.isnan(table[-1])).sum())
+    score = np.nan_to_num(_standardized(table - _others(table, are_ranks=False), 1, least)[0][0]) / threshold
+    if n_now == 2:  # both differ from the other one equally
+        own = np.abs(np.nan_to_num(_standardized(table, 1, least)[0][0]))
+        score[own < own.max()] = 0.0
+    rank, number = (int(i) for i in np.unravel_index(np.argmax(score), score.shape))
+    best, of_rank = float(score[rank, number]), score[rank][passes.is_made[rank]]
+    if len(score) > 1 and len(of_rank) > 1 and of_rank.min() * _GAP >= best:
+        number = -1
+    score[rank, number if number >= 0 else slice(None)] = 0.0
+    if n_now < 2 or best < 1 or best < _GAP * score.max():
+        return nobody(passes.step)
+    words = _of_feature(name, table[-1:], table[-1, rank, number if number >= 0 else slice(None)])
+    return passes.blame(rank, number, words, best, name)
 
 
-def _deviates(value: float, ordered: np.ndarray, least: float) -> float:
-    """Return how many standard deviations a value is above the median of all, whose upper tail may be heavy."""
-    middle, high = np.quantile(ordered, [0.5, 0.9])
-    spread = max(1.4826 * float(np.median(np.abs(ordered - middle))), (high - middle) / 1.2816, least)
-    return float((value - middle) / spread) if math.isfinite(value) else 0.0
+def _of_feature(name: str, values: np.ndarray, own: np.ndarray) -> str:
+    value, middle = float(np.nanmean(own)), float(np.nanmedian(values))
+    if name == "loss":
+        words = number_in_words(math.exp(value)), number_in_words(math.exp(middle))
+        return f"its loss is {words[0]}, and in the middle of all {words[1]}"
+    words = number_in_words(value), number_in_words(middle)
+    return (
+        f"its loss is {words[0]} standard deviations above what the model expects, and in the middle of all {words[1]}"
+    )
 
 
-def _gap(value: float, ordered: np.ndarray) -> float:
-    """Return the distance of the largest value from the next one, over that of the next ones from each other.
+def row_features(rows: Rows) -> dict[str, np.ndarray]:
+    """Return by feature what shows that a row departs from others: of its loss, and of its gradient for its labels."""
+    labels = np.where(rows["labels"] > 0, rows["labels"], 1.0)
+    surprise = _surprises(rows["surprise"], rows["variance"], labels)
+    size = np.where(np.isnan(surprise), np.log(rows["norm"]), math.nan)  # a rare row has a large gradient by right
+    return {"surprise": surprise, "size": size, "inputs": np.log(rows["inputs"])}
 
-    Of independent values with a tail of any scale, the former is above 3 times the latter about once in twenty times,
-    unlike one that has another reason.
-    """
-    if value < ordered[0]:
-        return 0.0
-    following = ordered[1 : 1 + _N_NEXT]
-    return float(value - following[0]) / max(float((following[:-1] - following[-1]).mean()), 1e-9)
+
+def _row(passes: Passes, now: Sequence[Rows], groups: Sequence[Rows], caution: float) -> Blame:
+    """Blame a row that departs from all others, and whose gradient is not small beside theirs."""
+    best = nobody(passes.step)
+    if not now:
+        return best
+    norms = np.concatenate([each["norm"] for each in now])
+    total = float(np.nanmean(np.square(norms)) * len(norms))
+    for name, (threshold, least) in _T_OF_ROW.items():
+        features = [row_features(each)[name] for each in groups]
+        found = []  # score, its group, row, median of others, and scores of all rows of the group
+        for each, own in zip(groups, features, strict=True):
+            of_others = np.concatenate([of for of in features if of is not own] or [own])
+            both = [values[np.isfinite(values)] for values in (of_others, own)]
+            others = both[0] if len(both[0]) >= _FEWEST_ROWS else both[1]
+            if each.step != passes.step or len(others) < _FEWEST_ROWS:
+                continue
+            middle, high = np.quantile(others, [0.5, 0.9])
+            spread = max(_spread(others), float(high - middle) / 1.2816, least)
+            score = np.nan_to_num((own - middle) / spread / threshold / caution, nan=0.0, posinf=0.0, neginf=0.0)
+            found.append((float(score.max()), each, int(np.argmax(score)), float(middle), score))
+        found.sort(key=lambda of: -of[0])
+        top, rows, i, middle, score = found[0] if found else (0.0, now[0], 0, 0.0, np.zeros(1))
+        square = float(rows["norm"][i] ** 2)
+        share = math.sqrt(square / (total - square)) if square < total else math.inf
+        next_one = found[1][0] if len(found) > 1 else 0.0
+        if top < max(1.0, best.score, _GAP * next_one) or not square * len(norms) >= _LEAST_NORM**2 * total:
+            continue
+        if (n := int((score >= _ODD).sum())) > max(1, _MOST_BLAMED * len(score)):
+            words = f"{n} of its {len(score)} rows depart from those of the others"
+            best = passes.blame(rows.rank, rows.micro_batch, words, top, name)
+        else:
+            words = _of_row_feature(name, rows, i, middle) + (f" ({n} rows like this)" if n > 1 else "")
+            words += f"; its gradient is {number_in_words(share)} times that of all other rows together"
+            best = _of_row(passes, rows, i, words, top, name)
+    return best
+
+
+def _of_row_feature(name: str, rows: Rows, i: int, middle: float) -> str:
+    if name != "surprise":
+        by = number_in_words(math.exp(row_features(rows)[name][i] - middle))
+        return f"its {'gradient is' if name == 'size' else 'inputs are'} {by} times the median of the others"
+    loss, excess = (float(rows[of][i] / rows["labels"][i]) for of in ("loss", "surprise"))
+    return f"its loss is {number_in_words(loss)} a label, where the model expects {number_in_words(loss - excess)}"
+
+
+def _of_row(passes: Passes, rows: Rows, i: int, words: str, score: float, kind: str) -> Blame:
+    row_id, place = rows.ids.get(i, ""), passes.place(rows.rank, rows.micro_batch)
+    named = f"{'' if place == 'this update' else f'{place}, '}row {i}" + (f" (id {row_id})" if row_id else "")
+    return Blame(passes.step, f"{named}: {words}", rows.rank, rows.micro_batch, i, row_id, float(score), kind)
 
 
 def nobody(step: int, reason: str = "no rank, micro-batch or row departs from the others") -> Blame:
@@ -410,51 +538,3 @@ def capital(found: Blame) -> Blame:
     """Return the same with a sentence that begins with a capital and ends with a stop."""
     words = found.sentence
     return replace(found, sentence=words[:1].upper() + words[1:].rstrip(".") + ".")
-
-
-def _of_row(passes: Passes, rows: Rows, i: int, words: str, score: float, kind: str) -> Blame:
-    number = rows.numbers[i]
-    row_id = rows.ids.get(number, "")
-    place = _place(passes, rows.rank, rows.micro_batch)
-    place = "" if place == "this update" else f"{place}, "
-    named = f"{place}row {number}" + (f" (id {row_id})" if row_id else "")
-    return Blame(passes.step, f"{named}: {words}", rows.rank, rows.micro_batch, number, row_id, score, kind)
-
-
-def _of_row_feature(name: str, value: float, middle: float) -> str:
-    if name == "loss":
-        return f"its loss is {number_in_words(value)}, in the middle of the others {number_in_words(middle)}"
-    what = {"size": "its gradient is", "scale": "its inputs are"}[name]
-    return f"{what} {number_in_words(math.exp(value - middle))} times the median of the others"
-
-
-def _weighted(passes: Passes, groups: Sequence[Rows]) -> Blame | None:
-    """Blame a pass whose loss has another weight than those of the others."""
-    known = [(each, math.log(each.weight)) for each in groups if each.weight > 0 and math.isfinite(each.weight)]
-    for each, weight in known if len(known) > 2 else ():
-        others = np.array([other for of, other in known if of is not each])
-        by = weight - float(np.median(others))
-        spread = 1.4826 * float(np.median(np.abs(others - np.median(others))))
-        score = abs(by) / max(_LEAST_WEIGHT, _TIMES_WEIGHT * spread)
-        if score >= 1 and not each.is_reference:
-            words = f"its loss has {number_in_words(math.exp(by))} times the weight of the others"
-            return _blame(passes, each.rank, each.micro_batch, words, score, "weight")
-    return None
-
-
-def _off(passes: Passes, groups: Sequence[Rows]) -> Blame | None:
-    """Blame a pass whose gradient is not the one that its batch gives, if that of the others is."""
-    known = [each for each in groups if not math.isnan(each.off)]
-    for each in known:
-        rest = [other.off for other in known if other is not each]
-        usual = max(float(np.median(rest)) if rest else math.inf, 0.0)
-        if rest and each.off > max(_LEAST_OFF, _TIMES_OFF * usual):
-            words = "its gradient is not the one that its batch gives when it is computed again; those of others are"
-            if each.scale > 0 and abs(math.log(each.scale)) > 0.1:
-                words = (
-                    f"its gradient is {number_in_words(each.scale)} times the one that its batch gives when it is "
-                    "computed again; those of others are the same"
-                )
-            score = each.off / max(_LEAST_OFF, _TIMES_OFF * usual)
-            return _blame(passes, each.rank, each.micro_batch, words, score, "replay")
-    return None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,10 @@ from workbench.callbacks.recorder.options import jointly, of_each_rank
 from workbench.errors import SnapshotError
 from workbench.models.batches import count_examples, take_examples
 from workbench.models.calling import call_model, is_shared, tensors_of
-from workbench.models.probing import undisturbed
+from workbench.models.probing import RepeatedPasses
 from workbench.models.readable_weights import Measurement, finish, read_arrays
 from workbench.probes.batch import IGNORED
-from workbench.probes.blame import Blame, Passes, PassHistory, Rows, capital, judge_rows, nobody
+from workbench.probes.blame import ROW_VALUES, Blame, Passes, PassHistory, Rows, capital, find_exact, judge, nobody
 from workbench.probes.failed_pass import checkpoints_with_graph
 from workbench.probes.gradient_projections import (
     N_PROJECTIONS,
@@ -41,18 +42,15 @@ from workbench.probes.gradient_projections import (
 
 #: Parameters whose gradients are sketched, and most entries of each.
 _N_PARAMETERS, _N_ENTRIES = 8, 1024
-#: Backward passes of an update that are told apart, and updates whose batches are kept, by reference.
-_N_PASSES, _N_KEPT = 32, 8
+#: Backward passes of an update that are told apart, latest updates whose batches are kept, by reference, and earlier
+#: ones, of every how many one is kept.
+_N_PASSES, _N_KEPT, _N_EARLIER, _EVERY = 32, 8, 8, 4
 #: Most bytes of one gradient at an output that is kept as it is, and of all that is kept of earlier updates.
 _MOST_OF_ONE, _MOST_BYTES = 1 << 24, 1 << 26
-#: Rows of a micro-batch that are computed alone, parts into which more are divided, and rows of each earlier pass that
-#: show what is usual, with the fewest that do.
-_N_ROWS, _N_PARTS, _N_USUAL, _ENOUGH = 32, 8, 4, 32
-#: Updates between two searches that nobody asked for, and score of a pass from which one begins: only what needs no
-#: statistics, whose false answers were not measured on fresh data.
-_PAUSE, _UNASKED = 20, math.inf
-#: Numbers about the loss of rows, and least cosine of two gradients that differ by a factor.
-_N_NUMBERS, _PARALLEL = 5, 0.98
+#: Rows of a micro-batch whose gradients are computed alone, and entries of logits that are read at a time.
+_N_ROWS, _N_LOGITS = 32, 1 << 22
+#: Updates between two searches that nobody asked for.
+_PAUSE = 20
 #: Names of a column of ids, in this order.
 _IDS = ("id", "ids", "index", "idx")
 
@@ -83,6 +81,13 @@ class HeldCall:
         held = [tensor for _, tensor in tensors_of(self.inputs)] + ([] if self.gradient is None else [self.gradient])
         return sum(each.numel() * each.element_size() for each in held)
 
+    def shorten(self) -> None:
+        """Keep labels in place of the gradient, if it is that of a cross entropy."""
+        if self.gradient is not None and not self.are_labels and self.gradient.ndim > 1 and self.gradient.shape[-1] > 1:
+            labels, is_known = labels_from_gradient(self.gradient, IGNORED)
+            if bool(is_known):
+                self.gradient, self.are_labels = labels, True
+
     @property
     def is_intact(self) -> bool:
         """Whether no input was overwritten since."""
@@ -106,7 +111,6 @@ class _Update:
     step: int
     passes: list[_Pass]
     seen: Passes
-    found: Blame
 
 
 class PassSketches:
@@ -148,8 +152,10 @@ class PassSketches:
         if self.is_armed:
             return
         self._handles, self._passes, self._number, self.problem = [], [], -1, None
+        parameters = self._projections.parameters
         # Before the passes: a rank that lags behind may be brought up to date afterwards.
-        self._weights = self._of_parameters() if self._is_replicated else torch.zeros(0)
+        replicated = [parameters[number] for number in self.numbers] if self._is_replicated else []
+        self._weights = self.sketch_of(replicated) if replicated else torch.zeros(0)
         for i, number in enumerate(self.numbers):
             leaf = self._projections.leaf(number)
             if leaf is not None and leaf.requires_grad:
@@ -237,17 +243,8 @@ class PassSketches:
             message[-1, :-1] = of_weights.ravel()
         return passes, message
 
-    @torch.no_grad()
-    def _of_parameters(self) -> Tensor:
-        parameters = [self._projections.parameters[number] for number in self.numbers]
-        entries = torch.zeros((len(parameters), _N_ENTRIES), device=parameters[0].device)
-        for row, parameter, places in zip(entries, parameters, self._places, strict=True):
-            found = entries_of(parameter, places).reshape(-1)
-            row[: len(found)] = found
-        return project(entries, self._projections.signs_on(entries.device)[:, :_N_ENTRIES])
-
     def sketch_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Return the sketch of the gradients of `leaves`, as of a pass."""
+        """Return the sketch of tensors that are like `leaves`, as of the gradients of a pass."""
         device = next((each.device for each in gradients if each is not None), torch.device("cpu"))
         entries = torch.zeros((len(self.numbers), _N_ENTRIES), device=device)
         for row, gradient, places in zip(entries, gradients, self._places, strict=True):
@@ -284,6 +281,9 @@ class BlameSearch:
         self.sketches, self._around, self._report, self._is_late = sketches, passes, report, is_late
         self._history = PassHistory()
         self._kept: deque[_Update] = deque(maxlen=_N_KEPT)
+        self._earlier: deque[_Update] = deque(maxlen=_N_EARLIER)
+        self._n_kept = 0
+        self._repeated: RepeatedPasses | None = None
         self._answers: dict[int, Blame] = {}
         self._paused_until, self._asked = 0, -1
         self._begun: tuple[int, Measurement[Any], Sequence[Tensor]] | None = None
@@ -303,14 +303,12 @@ class BlameSearch:
         seen = passes_of(step, gathered_from_ranks(message), len(self.sketches.numbers))
         if not seen.is_made.any():
             return
-        found = self._history.judge(seen)
-        self._history.add(seen, found)
-        self._keep(_Update(step, passes, seen, found))
+        self._history.add(seen)
+        self._keep(_Update(step, passes, seen))
         asked, self._asked = self._asked, -1
-        if found.score >= _UNASKED and step >= self._paused_until:
+        if step >= self._paused_until and find_exact(seen) is not None:
             asked, self._paused_until = step, step + _PAUSE
-        is_current = asked == step and not self._is_late
-        if any(asked == e.step for e in self._kept) and (answer := self.find(asked, is_current=is_current)).score >= 1:
+        if any(asked == each.step for each in self._kept) and (answer := self.find(asked)).score >= 1:
             self._report(answer)
 
     def ask(self, step: int) -> None:
@@ -321,8 +319,10 @@ class BlameSearch:
         """Release all batches."""
         self.sketches.disarm()
         self._kept.clear()
+        self._earlier.clear()
+        self._repeated = None
 
-    def find(self, step: int | None = None, *, is_current: bool = False) -> Blame:
+    def find(self, step: int | None = None) -> Blame:
         """Return what spoiled an update, the latest by default; on every rank."""
         update = next((each for each in reversed(self._kept) if step is None or each.step == step), None)
         if update is None:
@@ -333,10 +333,10 @@ class BlameSearch:
             )
             return known or nobody(-1 if step is None else step, reason)
         if update.step not in self._answers:
-            self._answers[update.step] = capital(self._found(update, is_current=is_current))
+            self._answers[update.step] = capital(self._found(update))
         return self._answers[update.step]
 
-    def _found(self, update: _Update, *, is_current: bool) -> Blame:
+    def _found(self, update: _Update) -> Blame:
         own, problem = list[Rows](), ""
         with self._around():  # which may gather shards from all ranks
             try:
@@ -344,160 +344,153 @@ class BlameSearch:
             except Exception as error:  # noqa: BLE001  (models are of any kind, and the pass is known without rows)
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
         groups = [each for of_rank in of_each_rank(own) for each in of_rank]
-        found = judge_rows(update.seen, update.found, groups, is_current=is_current)
+        found = judge(update.seen, self._history, groups)
         problems = [each for each in of_each_rank(problem) if each]
         if problems and found.row < 0:
             found = replace(found, sentence=f"{found.sentence.rstrip('.')} (no row was read: {problems[0]})")
         return found
 
     def _read(self, update: _Update) -> list[Rows]:
-        """Compute rows of this rank's passes again: those of the update, and a few of the ones before."""
-        rank = distributed.get_rank() if is_shared() else 0
-        found = []
+        """Compute this rank's passes of an update again, each row alone, and only the losses of earlier updates."""
+        rank, found = distributed.get_rank() if is_shared() else 0, list[Rows]()
         for number, each in enumerate(update.passes[:_N_PASSES]):
-            found.append(self._rows(each, rank, number, update.seen.sketch[rank, number]))
-        for earlier in [each for each in reversed(self._kept) if each.step < update.step and each.found.score < 1]:
-            for number, each in enumerate(earlier.passes[:_N_PASSES]):
-                if sum(len(rows.numbers) for rows in found if rows.is_reference) >= _ENOUGH:
-                    return found
+            found.append(self._rows(each, update.step, rank, number, update.seen.sketch[rank, number]))
+        for other in [each for each in (*self._earlier, *self._kept) if each.step < update.step]:
+            for number, each in enumerate(other.passes[:_N_PASSES]):
                 with suppress(Exception):  # they only add to what is usual
-                    found.append(self._rows(each, rank, number, None))
+                    found.append(self._rows(each, other.step, rank, number, None))
         return found
 
-    def _rows(self, of_pass: _Pass, rank: int, number: int, seen: np.ndarray | None) -> Rows:
-        """Compute rows of a pass alone, and all of them together by their sum if there are few."""
-        features: dict[str, list[np.ndarray]] = {}
-        numbers, ids, first, total = list[int](), dict[int, str](), 0, 0.0
-        is_whole, weight = True, 0.0
+    def _rows(self, of_pass: _Pass, step: int, rank: int, number: int, seen: np.ndarray | None) -> Rows:
+        """Compute a pass again, and its rows alone if its sketch is given."""
+        values, ids, total = list[np.ndarray](), dict[int, str](), np.zeros(0)
         for call in of_pass.calls:
             if call.gradient is None or not call.is_intact:
                 raise SnapshotError("the inputs of the pass were overwritten, or no gradient reached an output")
-            n = count_examples(call.inputs)
-            with _computing(call):
-                which = self._which(call, n) if seen is not None else _spread(n, _N_USUAL)
-                found = np.stack([self._sketch(call, row, row + 1).cpu().numpy() for row in which])
-            sketches = found[:, :-_N_NUMBERS].reshape(len(found), len(self.sketches.numbers), -1)
-            is_whole &= len(which) == n
-            total = total + np.nan_to_num(sketches).sum(0)
-            weight += _weight(found[:, -_N_NUMBERS + 1 :]) * n / len(which)
-            for name, values in _features(call, which, sketches, found[:, -_N_NUMBERS]).items():
-                features.setdefault(name, []).append(values)
-            ids |= {first + row: _id_of(call.inputs, row) for row in which} if seen is not None else {}
-            numbers += [first + row for row in which]
-            first += n
+            first = sum(map(len, values))
+            with self._computing(call):
+                of_call, sketch = self._again(call, alone=seen is not None)
+            values.append(of_call)
+            if seen is not None:
+                total = total + sketch if total.size else sketch
+                alone = np.flatnonzero(~np.isnan(of_call[:, -1])).tolist()
+                ids |= {first + row: _id_of(call.inputs, row) for row in alone}
         off = scale = math.nan
-        if seen is not None and is_whole and isinstance(total, np.ndarray) and np.isfinite(seen).all():
-            a, b = total[:, :-1].ravel(), seen[:, :-1].ravel()
-            if a @ a > 0 and b @ b > 0 and not any(call.are_labels for call in of_pass.calls):
-                off, scale = float(np.linalg.norm(b - a) / np.linalg.norm(b)), float((a @ b) / (a @ a))
-        of_all = {name: np.concatenate(values) for name, values in features.items()}
-        return Rows(rank, number, numbers, of_all, ids, off, scale, weight, is_reference=seen is None)
+        if seen is not None and np.isfinite(seen).all() and not any(call.are_labels for call in of_pass.calls):
+            a, b = total[:, :-1], seen[:, :-1]
+            with np.errstate(all="ignore"):  # of a parameter without a gradient
+                scales = (a * b).sum(1) / np.square(a).sum(1)
+                sines = np.linalg.norm(b - np.maximum(scales, 0.0)[:, None] * a, axis=1) / np.linalg.norm(b, axis=1)
+            if (is_known := np.isfinite(scales) & np.isfinite(sines)).any():  # one may depend on a single token
+                off, scale = float(np.median(sines[is_known])), float(np.median(scales[is_known]))
+        return Rows(step, rank, number, np.concatenate(values), ids, off, scale)
 
-    def _which(self, call: HeldCall, n: int) -> list[int]:
-        """Return the rows to compute alone: all, or those of the parts with the largest gradients and some others."""
-        parts = [(0, n)]
-        while sum(end - begin for begin, end in parts) > _N_ROWS:
-            divided = [
-                (a, min(a + size, end))
-                for begin, end in parts
-                for size in [-(-(end - begin) // _N_PARTS)]
-                for a in range(begin, end, size)
-            ]
-            sizes = [
-                _norm(self._sketch(call, *each)[:-_N_NUMBERS].cpu().numpy()) / math.sqrt(each[1] - each[0])
-                for each in divided
-            ]
-            order = sorted(range(len(sizes)), key=lambda i: -sizes[i] if math.isfinite(sizes[i]) else -math.inf)
-            parts = [divided[i] for i in order[: max(1, len(divided) // _N_PARTS)]]
-        found = {row for begin, end in parts for row in range(begin, end)}
-        return sorted(found | {*_spread(n, _N_ROWS // 2)})
+    def _again(self, call: HeldCall, *, alone: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Compute a call again; return the `ROW_VALUES` of its rows, and the sketch of its gradient."""
+        n, given, leaves = count_examples(call.inputs), call.gradient, self.sketches.leaves
+        assert given is not None
+        output = differentiable_in(call_model(call.module, call.inputs))[call.output]
+        labels = given.reshape(n, -1) if call.are_labels else None
+        if labels is None and given.ndim > 1 and given.shape[-1] > 1:
+            found, is_known = labels_from_gradient(given, IGNORED)
+            labels = found.reshape(n, -1) if bool(is_known) else None
+        values = torch.full((n, len(ROW_VALUES)), math.nan, dtype=torch.float64)
+        values[:, ROW_VALUES.index("labels")] = 1.0
+        if labels is not None:
+            logits = output.detach().reshape(*labels.shape, -1)
+            values[:, :-2] = row_values(logits, labels, None if call.are_labels else given.reshape(logits.shape)).cpu()
+        first = next((t for _, t in tensors_of(call.inputs) if t.ndim and len(t) == n), None)
+        if first is not None and first.is_floating_point():
+            values[:, -2] = first.detach().reshape(n, -1).double().square().mean(1).sqrt().cpu()
+        if not alone:
+            return values.numpy(), np.zeros(0)
 
-    def _sketch(self, call: HeldCall, begin: int, end: int) -> Tensor:
-        """Return the sketch of the gradient of some rows and, last, five numbers about their loss.
+        def sketch(of: Tensor, which: slice) -> Tensor:
+            if call.are_labels:
+                kept = given.reshape(n, -1)[which]
+                logits = of.reshape(kept.numel(), -1).float()
+                loss = cross_entropy(logits, kept.flatten(), ignore_index=IGNORED, reduction="sum")
+                return self.sketches.sketch_of(torch.autograd.grad(loss, leaves, allow_unused=True))
+            back = given.reshape(n, -1)[which].reshape(of.shape).to(of.dtype) if given.ndim else given
+            return self.sketches.sketch_of(torch.autograd.grad(of, leaves, back, allow_unused=True))
 
-        These are the loss itself; the product of the gradient at the output, which arrived in the training, with that
-        of the sum of the losses over the labels; the squares of both; and the number of labels. They are NaN unless the
-        loss is a cross entropy of the output.
-        """
-        which, n = slice(begin, end), count_examples(call.inputs)
-        output = differentiable_in(call_model(call.module, take_examples(call.inputs, which)))[call.output]
-        leaves = self.sketches.leaves
-        assert call.gradient is not None
-        numbers = torch.full((_N_NUMBERS,), math.nan, device=output.device)
-        if call.are_labels:
-            labels = call.gradient.reshape(n, -1)[which]
-            given = _cross_entropy(output.reshape(*labels.shape, -1), labels)
-            gradients = torch.autograd.grad(given, leaves, allow_unused=True)
-            numbers[0] = given.detach() / (labels != IGNORED).sum()
-        elif not call.gradient.ndim:
-            gradients = torch.autograd.grad(output, leaves, call.gradient, allow_unused=True)
-            numbers[0] = output.detach()
-        else:
-            given = call.gradient.reshape(n, -1)[which].reshape(output.shape).to(output.dtype)
-            gradients = torch.autograd.grad(output, leaves, given, allow_unused=True)
-            labels, is_known = labels_from_gradient(given, IGNORED)
-            if given.ndim > 1 and given.shape[-1] > 1 and bool(is_known):
-                logits = output.detach().float().requires_grad_()
-                loss = _cross_entropy(logits, labels)
-                (alone,) = torch.autograd.grad(loss, logits)
-                counts = (labels != IGNORED).sum()
-                numbers[0] = loss.detach() / counts
-                products = [(given * alone).sum(), alone.square().sum(), given.square().sum(), counts]
-                numbers[1:] = torch.stack([each.float() for each in products])
-        return torch.cat([self.sketches.sketch_of(gradients).flatten(), numbers])
+        whole = sketch(output, slice(0, n))
+        for row in self._chosen(values.numpy(), given, n):
+            which = slice(row, row + 1)
+            output = differentiable_in(call_model(call.module, take_examples(call.inputs, which)))[call.output]
+            if not given.ndim:
+                values[row, 0] = float(output.detach())
+            norm = float(sketch(output, which)[:, -1].square().sum().sqrt())
+            values[row, -1] = norm if math.isfinite(norm) else math.inf
+        return values.numpy(), whole.cpu().numpy()
+
+    @contextmanager
+    def _computing(self, call: HeldCall) -> Iterator[None]:
+        """Compute rows in eval mode: dropout and norms over the batch are not those of the pass for single rows."""
+        if self._repeated is None or self._repeated.model is not call.module:
+            self._repeated = RepeatedPasses(call.module)
+        with self._repeated.undisturbed(), torch.enable_grad(), checkpoints_with_graph(), call.around.entered():
+            yield
+
+    def _chosen(self, values: np.ndarray, given: Tensor, n: int) -> list[int]:
+        """Return the rows to compute alone: all, or those of the largest losses and gradients, and some others."""
+        if n <= _N_ROWS:
+            return [*range(n)]
+        losses = values[:, 0] / values[:, ROW_VALUES.index("labels")]
+        found = {*_spread(n, _N_ROWS // 2), *np.argsort(-np.nan_to_num(losses, nan=-math.inf))[: _N_ROWS // 4].tolist()}
+        if given.is_floating_point() and given.ndim:
+            sizes = given.detach().reshape(n, -1).float().norm(dim=1).nan_to_num(math.inf, math.inf)
+            found |= {*sizes.argsort(descending=True)[: _N_ROWS // 4].tolist()}
+        return sorted(found)
 
     def _keep(self, update: _Update) -> None:
+        if len(self._kept) == _N_KEPT and self._n_kept % _EVERY == 0:
+            self._earlier.append(self._kept[0])
+            for call in (call for each in self._kept[0].passes for call in each.calls):
+                call.shorten()
+        self._n_kept += 1
         self._kept.append(update)
-        while len(self._kept) > 1 and _n_bytes(self._kept) > _MOST_BYTES:
-            self._kept.popleft()
+        while len(self._kept) > 1 and sum(map(_n_bytes, (*self._earlier, *self._kept))) > _MOST_BYTES:
+            (self._earlier or self._kept).popleft()
         self._answers = {step: found for step, found in self._answers.items() if step > update.step - 1000}
 
 
-def _n_bytes(kept: Sequence[_Update]) -> int:
-    return sum(call.n_bytes for update in kept for each in update.passes for call in each.calls)
+def _n_bytes(update: _Update) -> int:
+    return sum(call.n_bytes for each in update.passes for call in each.calls)
 
 
-@contextmanager
-def _computing(call: HeldCall) -> Iterator[None]:
-    """Compute rows in eval mode, since dropout and norms over the batch are not those of the pass for single rows."""
-    with undisturbed(call.module), torch.enable_grad(), checkpoints_with_graph(), call.around.entered():
-        yield
+@torch.no_grad()
+def row_values(logits: Tensor, labels: Tensor, given: Tensor | None) -> Tensor:
+    """Return the values of rows about their losses, `ROW_VALUES` without the last two, float64.
 
+    The loss that a model expects is the entropy of what it predicts, and its variance that of the logarithm of a
+    probability. Both hold exactly for labels that are drawn from the predictions.
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    Args:
+        logits: Logits, shape (row, token, class).
+        labels: Labels, shape (row, token); `IGNORED` does not count.
+        given: Gradient of the logits in the training; None if unknown.
+    """
+    found, n = [], max(1, _N_LOGITS // logits.shape[-1])
+    backs = repeat(None) if given is None else given.flatten(0, 1).split(n)
+    for part, kept, back in zip(logits.flatten(0, 1).split(n), labels.flatten().split(n), backs, strict=False):
+        logs, right = part.double().log_softmax(-1), kept.clamp_min(0)[:, None]
+        p = logs.exp()
+        expected = -(p * logs).nan_to_num(0.0).sum(1)
+        variance = (p * logs.square()).nan_to_num(0.0).sum(1) - expected.square()
+        loss = -logs.gather(1, right)[:, 0]
+        values = [loss, loss - expected, variance, torch.ones_like(loss), *[torch.full_like(loss, math.nan)] * 4]
+        if back is not None:
+            both = back.double(), p.scatter_add(1, right, -torch.ones_like(loss)[:, None])
+            values[4:7] = [(both[i] * both[j]).sum(1) for i, j in ((0, 1), (1, 1), (0, 0))]
+            values[7] = -both[0].gather(1, right)[:, 0]
+        found.append(torch.where((kept != IGNORED)[:, None], torch.stack(values, 1), 0.0))
+    of_tokens = torch.cat(found).reshape(*labels.shape, -1)
+    return torch.cat([of_tokens[..., :-1].sum(1), of_tokens[..., -1:].amax(1)], 1)
 
 
 def _spread(n: int, n_most: int) -> list[int]:
     return sorted({*np.linspace(0, n - 1, min(n, n_most)).round().astype(int).tolist()})
-
-
-def _weight(products: np.ndarray) -> float:
-    """Return the factor on the sum of losses, times the number of labels; NaN if the gradients are not parallel."""
-    both, own, given, counts = products.sum(0)
-    if not (math.isfinite(both) and own > 0 and given > 0) or both < _PARALLEL * math.sqrt(own * given):
-        return math.nan
-    return float(both / own * counts)
-
-
-def _norm(sketch: np.ndarray) -> float:
-    return float(np.linalg.norm(sketch.reshape(-1, N_PROJECTIONS + 1)[:, -1]))
-
-
-def _features(call: HeldCall, which: Sequence[int], sketches: np.ndarray, losses: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the features of rows: of their gradients and losses, and of their inputs."""
-    norms = np.array([_norm(each) for each in sketches])
-    with np.errstate(divide="ignore"):
-        size = np.where(np.isfinite(norms), np.log(np.maximum(norms, 1e-30)), math.inf)
-    found = {"size": size} | ({"loss": losses} if np.isfinite(losses).any() else {})
-    n, places = count_examples(call.inputs), torch.as_tensor(list(which))
-    first = next((t for _, t in tensors_of(call.inputs) if t.ndim and len(t) == n), None)
-    if first is None:
-        return found
-    rows = first.detach().flatten(1)[places.to(first.device)].cpu() if first.ndim > 1 else first.cpu()[places, None]
-    if rows.is_floating_point():
-        found["scale"] = rows.double().square().mean(1).sqrt().clamp_min(1e-30).log().nan_to_num(80.0, 80.0).numpy()
-    return found
 
 
 def _id_of(inputs: Any, row: int) -> str:
