@@ -172,9 +172,8 @@ class Rows:
 def _weights(
     product: np.ndarray, square: np.ndarray, given: np.ndarray, labels: np.ndarray, least: float = _LEAST_SQUARE
 ) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        is_known = (product >= _PARALLEL * np.sqrt(square * given)) & (square > least * labels)
-        return np.where(is_known, product / square, math.nan)
+    is_known = (product >= _PARALLEL * np.sqrt(square * given)) & (square > least * labels)
+    return np.where(is_known, product / square, math.nan)
 
 
 def _surprises(excess: np.ndarray, variance: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -234,13 +233,12 @@ def judge(passes: Passes, history: PassHistory, groups: Sequence[Rows]) -> Blame
     # With other parameters, dropout or norms over the batch than in the training, losses are less well known.
     off = [each.off for each in now if math.isfinite(each.off)]
     caution = max(1.0, float(np.median(off)) / _REPEATED) if off else 1.0
-    for find in (_weighted_row, partial(_weighted, caution=caution), _scaled, _turned):
-        if (found := find(passes, now)) is not None:
-            return found
-    best = nobody(passes.step)
     with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # a feature may be unknown
-        row = _row(passes, now, groups, caution)
+        warnings.simplefilter("ignore")  # values may be unknown
+        for find in (_weighted_row, partial(_weighted, caution=caution), _scaled, _turned):
+            if (found := find(passes, now)) is not None:
+                return found
+        row, best = _row(passes, now, groups, caution), nobody(passes.step)
         name, table = history.table(passes.step, groups)
         if len(table) > _LEAST_UPDATES:
             if (of_rank := _rank(passes, name, table)).score >= 1:
@@ -304,12 +302,13 @@ def _row_that_is_not_finite(passes: Passes, found: Blame, now: Sequence[Rows]) -
     return found
 
 
-def _departures(values: np.ndarray, least: float, times: float = _TIMES) -> np.ndarray:
+def _departures(values: np.ndarray, least: float, times: float = _TIMES, *, of: np.ndarray | None = None) -> np.ndarray:
     """Return how far each value is from the median of the others, in multiples of what is blamed; NaN if unknown."""
-    found, known = np.full(len(values), math.nan), np.flatnonzero(np.isfinite(values))
-    for i in known if len(known) > 2 else ():
-        others = values[known[known != i]]
-        found[i] = (values[i] - np.median(others)) / max(least, times * _spread(others))
+    found, is_known = np.full(len(values), math.nan), np.isfinite(values)
+    for i in range(len(values)):
+        others = values[is_known & (np.arange(len(values)) != i)]
+        if len(others) > 1:
+            found[i] = ((values if of is None else of)[i] - np.median(others)) / max(least, times * _spread(others))
     return found
 
 
@@ -317,7 +316,7 @@ def _spread(values: np.ndarray) -> float:
     return 1.4826 * float(np.median(np.abs(values - np.median(values)))) if len(values) else math.nan
 
 
-def _least_spread(weight: np.ndarray, labels: np.ndarray) -> np.ndarray:
+def _kept_equal(weight: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Return ones if a loop keeps the weight of a label equal, numbers of labels if that of all of them together."""
     both = [np.log(weight), np.log(weight * labels)]
     spread = [np.nan_to_num(_spread(each[np.isfinite(each)]), nan=math.inf) for each in both]
@@ -328,16 +327,10 @@ def _weighted_row(passes: Passes, now: Sequence[Rows]) -> Blame | None:
     """Blame a row whose loss has at least more weight than the others of its micro-batch have."""
     for each in now:
         weight = _weights(*(each[name] for name in ("product", "square", "given", "labels")))
-        by = np.zeros(len(weight))
-        for i in np.flatnonzero(each["bound"] > 0):
-            others = np.isfinite(weight) & (np.arange(len(weight)) != i)
-            if others.sum() >= _FEWEST_ROWS // 2:
-                counts = _least_spread(weight[others], each["labels"][others])
-                logs = np.log(weight[others] * counts)
-                own = math.log(each["bound"][i] * (each["labels"][i] if (counts != 1).any() else 1.0))
-                by[i] = (own - np.median(logs)) / max(_LEAST_OF_ROW, _TIMES * _spread(logs))
+        counts = _kept_equal(weight, each["labels"])
+        by = np.nan_to_num(_departures(np.log(weight * counts), _LEAST_OF_ROW, of=np.log(each["bound"] * counts)))
         i = int(np.argmax(by))
-        if by[i] >= 1 and (by >= 1).sum() <= max(1, _MOST_BLAMED * len(by)):
+        if np.isfinite(np.delete(weight, i)).sum() > 2 and by[i] >= 1 and (by >= 1).sum() <= max(1, _MOST_BLAMED * len(by)):
             factor = number_in_words(float(each["bound"][i] / np.nanmedian(weight)))
             words = f"its loss has at least {factor} times the weight of the others"
             return _of_row(passes, each, i, words, by[i], "weight")
@@ -346,10 +339,8 @@ def _weighted_row(passes: Passes, now: Sequence[Rows]) -> Blame | None:
 
 def _weighted(passes: Passes, now: Sequence[Rows], caution: float) -> Blame | None:
     """Blame a pass whose loss has another weight than those of the others."""
-    weight, labels = (
-        np.array([f(each) for each in now]) for f in (lambda of: of.weight, lambda of: of["labels"].sum())
-    )
-    by = _departures(np.log(weight * _least_spread(weight, labels)), _LEAST_WEIGHT * max(1.0, caution / 2))
+    weight, labels = np.array([[each.weight, each["labels"].sum()] for each in now]).reshape(-1, 2).T
+    by = _departures(np.log(weight * _kept_equal(weight, labels)), _LEAST_WEIGHT * max(1.0, caution / 2))
     return _of_passes(passes, now, by, weight, "its loss has {} times the weight of the others", "weight")
 
 
@@ -496,7 +487,8 @@ def _row(passes: Passes, now: Sequence[Rows], groups: Sequence[Rows], caution: f
                 continue
             middle, high = np.quantile(others, [0.5, 0.9])
             spread = max(_spread(others), float(high - middle) / 1.2816, least)
-            score = np.nan_to_num((own - middle) / spread / threshold / caution, nan=0.0, posinf=0.0, neginf=0.0)
+            spread *= 1.0 if name == "inputs" else caution
+            score = np.nan_to_num((own - middle) / spread / threshold, nan=0.0, posinf=0.0, neginf=0.0)
             found.append((float(score.max()), each, int(np.argmax(score)), float(middle), score))
         found.sort(key=lambda of: -of[0])
         top, rows, i, middle, score = found[0] if found else (0.0, now[0], 0, 0.0, np.zeros(1))
