@@ -147,12 +147,37 @@ def test_what_is_kept_is_bounded(tmp_path, monkeypatch):
 
     def taken(self, step):
         take(self, step)
-        held.append(sum(call.n_bytes for u in self._kept for p in u.passes for call in p.calls))
+        kept = (*self._earlier, *self._kept)
+        held.append(sum(call.n_bytes for u in kept for p in u.passes for call in p.calls))
 
     monkeypatch.setattr(BlameSearch, "take", taken)
     monkeypatch.setattr("workbench.callbacks.recorder.blame._MOST_BYTES", 4000)
     train(tmp_path)
     assert 0 < max(held) <= 4000
+
+
+def test_one_row_of_many_is_found_though_not_all_are_computed_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "N_ROWS", 150)
+
+    def spoil(i, m, x, y):
+        if (i, m) == (20, 1):
+            x[137] *= 20
+            y[137] = (y[137] + 1) % 4
+
+    _, _, answers, _ = train(tmp_path, spoil=spoil, ask=(18, 20))
+    assert not answers[18].is_found
+    assert (answers[20].micro_batch, answers[20].row) == (1, 137)
+    assert "a label, where the model expects" in answers[20].sentence or "its inputs are" in answers[20].sentence
+
+
+def test_a_micro_batch_of_wrong_labels_is_named(tmp_path):
+    def spoil(i, m, x, y):
+        if (i, m) == (20, 1):
+            y[:] = (y + 1) % 4
+
+    _, _, answers, _ = train(tmp_path, spoil=spoil, ask=(18, 20))
+    assert not answers[18].is_found
+    assert (answers[20].micro_batch, answers[20].row, answers[20].kind) == (1, -1, "surprise")
 
 
 @pytest.mark.slow

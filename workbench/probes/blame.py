@@ -38,7 +38,7 @@ _PARALLEL, _LEAST_SQUARE, _OFF_OF_WEIGHT = 0.98, 0.1, 0.1
 _VARIANCE = 0.01
 #: Standard deviations from which a row is blamed and least of these; least gradient over the root mean square of those
 #: of all rows; fewest rows of which one can depart; largest part of a micro-batch that is blamed row by row, and score
-#: from which rows are counted for it.
+#: from which rows are counted for it, or half of it if the median of all rows is above that.
 _T_OF_ROW = {"inputs": (10.0, 0.2), "surprise": (5.0, 1.0), "size": (10.0, 0.3)}
 _LEAST_NORM, _FEWEST_ROWS, _MOST_BLAMED, _ODD = 0.25, 6, 0.25, 0.6
 #: Least departures from the others that are blamed, if they are above a multiple of the spread of these: logarithms of
@@ -330,7 +330,11 @@ def _weighted_row(passes: Passes, now: Sequence[Rows]) -> Blame | None:
         counts = _kept_equal(weight, each["labels"])
         by = np.nan_to_num(_departures(np.log(weight * counts), _LEAST_OF_ROW, of=np.log(each["bound"] * counts)))
         i = int(np.argmax(by))
-        if np.isfinite(np.delete(weight, i)).sum() > 2 and by[i] >= 1 and (by >= 1).sum() <= max(1, _MOST_BLAMED * len(by)):
+        if (
+            np.isfinite(np.delete(weight, i)).sum() > 2
+            and by[i] >= 1
+            and (by >= 1).sum() <= max(1, _MOST_BLAMED * len(by))
+        ):
             factor = number_in_words(float(each["bound"][i] / np.nanmedian(weight)))
             words = f"its loss has at least {factor} times the weight of the others"
             return _of_row(passes, each, i, words, by[i], "weight")
@@ -497,7 +501,8 @@ def _row(passes: Passes, now: Sequence[Rows], groups: Sequence[Rows], caution: f
         next_one = found[1][0] if len(found) > 1 else 0.0
         if top < max(1.0, best.score, _GAP * next_one) or not square * len(norms) >= _LEAST_NORM**2 * total:
             continue
-        if (n := int((score >= _ODD).sum())) > max(1, _MOST_BLAMED * len(score)):
+        n = int((score >= (_ODD if np.median(score) < _ODD / 2 else _ODD / 2)).sum())
+        if n > max(1, _MOST_BLAMED * len(score)):
             words = f"{n} of its {len(score)} rows depart from those of the others"
             best = passes.blame(rows.rank, rows.micro_batch, words, top, name)
         else:
