@@ -165,13 +165,12 @@ class Rows:
     @property
     def weight(self) -> float:
         """Factor between the gradient of the logits and that of the sum of all losses; NaN if they are not parallel."""
-        sums = [self[name].sum() for name in ("product", "square", "given", "labels")]
-        return float(_weights(*sums, 0.0 if self.off <= _OFF_OF_WEIGHT else _LEAST_SQUARE))
+        return float(_weights(self.values.sum(0), 0.0 if self.off <= _OFF_OF_WEIGHT else _LEAST_SQUARE))
 
 
-def _weights(
-    product: np.ndarray, square: np.ndarray, given: np.ndarray, labels: np.ndarray, least: float = _LEAST_SQUARE
-) -> np.ndarray:
+def _weights(values: np.ndarray, least: float = _LEAST_SQUARE) -> np.ndarray:
+    names = ("product", "square", "given", "labels")
+    product, square, given, labels = (values[..., ROW_VALUES.index(name)] for name in names)
     is_known = (product >= _PARALLEL * np.sqrt(square * given)) & (square > least * labels)
     return np.where(is_known, product / square, math.nan)
 
@@ -326,7 +325,7 @@ def _kept_equal(weight: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def _weighted_row(passes: Passes, now: Sequence[Rows]) -> Blame | None:
     """Blame a row whose loss has at least more weight than the others of its micro-batch have."""
     for each in now:
-        weight = _weights(*(each[name] for name in ("product", "square", "given", "labels")))
+        weight = _weights(each.values)
         counts = _kept_equal(weight, each["labels"])
         by = np.nan_to_num(_departures(np.log(weight * counts), _LEAST_OF_ROW, of=np.log(each["bound"] * counts)))
         i = int(np.argmax(by))
