@@ -202,14 +202,14 @@ def test_a_row_that_is_unlike_the_others_but_too_small_to_spoil_the_update_is_no
 def test_many_rows_are_blamed_as_a_micro_batch():
     rng = np.random.default_rng(2)
 
-    def half(known):
-        known["surprise"][::2] += 30.0
-        known["norm"][::2] *= 3.0
+    def some(known):
+        known["surprise"][:5] += 30.0
+        known["norm"][:5] *= 3.0
 
-    groups = [rows(rng, micro=m, change=half if m == 2 else lambda known: None) for m in range(4)]
+    groups = [rows(rng, micro=m, change=some if m == 2 else lambda known: None) for m in range(4)]
     found = judge(passes(0, rng, shape=(1, 4)), PassHistory(), groups)
     assert (found.micro_batch, found.row) == (2, -1)
-    assert has(found.sentence, "6 of its 12 rows depart from those of the others")
+    assert has(found.sentence, "5 of its 12 rows depart from those of the others")
 
 
 def test_a_micro_batch_whose_rows_are_all_a_little_too_surprising_is_blamed():
