@@ -362,15 +362,16 @@ def _turned(passes: Passes, now: Sequence[Rows]) -> Blame | None:
         by = np.where(off >= _OFF, _departures(np.log(off), _LEAST_SINE, _TIMES_OF_SINE), 0.0)
         if (found := _of_passes(passes, now, by, off, words, "replay")) is not None:
             return found
-    table = np.full(passes.is_made.shape, math.nan)
-    for each, value in zip(now, off, strict=True):
-        table[each.rank, each.micro_batch] = value
-    least = np.where(passes.is_made.sum(1) > 1, np.nanmin(np.where(passes.is_made, table, math.inf), 1), math.nan)
-    if len(least) > 1 and np.isfinite(least).all():  # with dropout, single passes may be of any direction
-        rank = int(np.argmax(least))
-        others = float(np.delete(least, rank).max())
-        if least[rank] >= _OFF and others <= _REPEATED_BY_RANK:
-            return passes.blame(rank, -1, words, float(least[rank]) / _OFF, "replay")
+    ranks = sorted({each.rank for each in now})  # with dropout, single passes may be of any direction
+    of_rank = {rank: [each.off for each in now if each.rank == rank] for rank in ranks}
+    if (
+        len(ranks) > 1
+        and len(ranks) == len(passes.is_made)
+        and all(len(values) > 1 and np.isfinite(values).all() for values in of_rank.values())
+    ):
+        *others, rank = sorted(ranks, key=lambda each: min(of_rank[each]))
+        if (least := min(of_rank[rank])) >= _OFF and min(of_rank[others[-1]]) <= _REPEATED_BY_RANK:
+            return passes.blame(rank, -1, words, least / _OFF, "replay")
     return None
 
 

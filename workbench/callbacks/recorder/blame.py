@@ -47,8 +47,9 @@ _N_PARAMETERS, _N_ENTRIES = 8, 1024
 _N_PASSES, _N_KEPT, _N_EARLIER, _EVERY = 32, 8, 8, 4
 #: Most bytes of one gradient at an output that is kept as it is, and of all that is kept of earlier updates.
 _MOST_OF_ONE, _MOST_BYTES = 1 << 24, 1 << 26
-#: Rows of a micro-batch whose gradients are computed alone, and entries of logits that are read at a time.
-_N_ROWS, _N_LOGITS = 32, 1 << 22
+#: Rows of a micro-batch whose gradients are computed alone, passes of each other update that show what is usual, and
+#: entries of logits that are read at a time.
+_N_ROWS, _N_USUAL, _N_LOGITS = 32, 4, 1 << 22
 #: Updates between two searches that nobody asked for.
 _PAUSE = 20
 #: Names of a column of ids, in this order.
@@ -356,7 +357,7 @@ class BlameSearch:
         for number, each in enumerate(update.passes[:_N_PASSES]):
             found.append(self._rows(each, update.step, rank, number, update.seen.sketch[rank, number]))
         for other in [each for each in (*self._earlier, *self._kept) if each.step < update.step]:
-            for number, each in enumerate(other.passes[:_N_PASSES]):
+            for number, each in enumerate(other.passes[:_N_USUAL]):
                 with suppress(Exception):  # they only add to what is usual
                     found.append(self._rows(each, other.step, rank, number, None))
         return found
