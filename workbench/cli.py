@@ -136,6 +136,7 @@ def _watch(given: argparse.Namespace) -> Outcome:
 
     from workbench.callbacks.watched_script import watch_script
     from workbench.io.run_index import status_of
+    from workbench.io.stages import stages_at
 
     command = _command_of(given)
     script = next((Path(word).stem for word in command if word.endswith(".py")), "run")
@@ -144,7 +145,7 @@ def _watch(given: argparse.Namespace) -> Outcome:
         check_free(Path(store), overwrite=given.overwrite)
     options = {name: getattr(given, name) for name in ("log", "notify", "resume", "overwrite")}
     status = watch_script(command, store, **options, output=_STDERR if given.json else None)
-    if "://" not in store and not Path(store).exists():  # standard error says why
+    if "://" not in store and not (Path(store).exists() or stages_at(Path(store))):  # standard error says why
         return status, {"exit_status": status}, ""
     facts = dict(status_of(store))
     alarm = facts["first_alarm"]

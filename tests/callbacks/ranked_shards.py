@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 from torch import distributed
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import cross_entropy
 
 import workbench as wb
-from tests.callbacks.sharded_models import LENGTH, VOCAB, split, stage_of_titan, titan
+from tests.callbacks.sharded_models import LENGTH, VOCAB, split, titan
 from workbench.callbacks.kss import TrustRegion
 
 N_STEPS, BATCH = 6, 8
@@ -77,38 +76,6 @@ def run(kind, folder, *, dtype=torch.float64, param_dtype=None, reshards=True, n
     return found
 
 
-def in_stages(folder, name, *, schedule=Schedule1F1B):
-    """Train in pipeline stages, two micro-batches at a time, and return the results of this rank."""
-    rank, n_ranks = distributed.get_rank(), distributed.get_world_size()
-    found = {}
-    for store in (None, folder / f"{name}.zarr"):
-        model = stage_of_titan(titan(n_layers=4), rank, n_ranks)
-        stage = PipelineStage(model, rank, n_ranks, torch.device("cpu"))
-        run = schedule(stage, 2, loss_fn=lambda y, t: cross_entropy(y.flatten(0, 1), t.flatten()))
-        optimizer, losses, watched = torch.optim.AdamW(model.parameters(), lr=1e-2), [], None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if store is not None:
-                watched = wb.watch(model, optimizer, store=store, every=EVERY, shows=False)
-            for step in range(N_STEPS):
-                tokens, targets = batch(step)
-                optimizer.zero_grad()
-                own = []
-                given = {"target": targets, "losses": own} if rank == n_ranks - 1 else {}
-                run.step(*([tokens] if rank == 0 else []), **given)
-                losses += [torch.stack(own).mean().item()] if own else []
-                if watched is not None:
-                    watched.log(accuracy=0.5)
-                optimizer.step()
-            if watched is not None:
-                watched.close()
-        weights = [each.detach().clone() for each in model.parameters()]
-        found["plain" if store is None else "watched"] = {"losses": losses, "weights": weights}
-        if watched is not None:
-            found["watched"]["alarms"] = [(each.step, each.signal, each.message) for each in watched.alarms.raised]
-    return found
-
-
 def shaped(kind, *, n_parts=1, part=0):
     """Train with KSS at a rate at which it acts, and return losses and what it did in each step."""
     model = titan()
@@ -133,8 +100,6 @@ def shaped(kind, *, n_parts=1, part=0):
 
 BF16 = {"dtype": torch.float32, "param_dtype": torch.bfloat16}
 SCENARIOS = {
-    "1f1b": lambda folder: in_stages(folder, "1f1b"),
-    "gpipe": lambda folder: in_stages(folder, "gpipe", schedule=ScheduleGPipe),
     "fsdp": lambda folder: run("fsdp", folder),
     "tp": lambda folder: run("tp", folder, has_loss=False),
     "2d": lambda folder: run("2d", folder),

@@ -20,7 +20,6 @@ OF_DATA = ("token_entropy", "label_entropy", "largest_losses", "lookahead")
 GROUPS = {
     "small": (2, ["tp"]),
     "two": (2, ["fsdp", "fsdp bf16", "fsdp shaped", "tp shaped"]),
-    "stages": (2, ["1f1b", "gpipe"]),
     "four": (4, ["2d", "2d bf16", "2d shaped"]),
 }
 
@@ -113,16 +112,3 @@ def test_kss_acts_as_in_one_process(ran, group, kind):
     ranks = [rank[f"{kind} shaped"] for rank in ran(group)[1]]
     for _, acts in ranks:
         np.testing.assert_allclose(acts, expected, rtol=TOLERANCE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_stages_of_a_pipeline_are_left_alone(ran, name):
-    folder, ranks = ran("stages")
-    for rank in ranks:
-        plain, watched = rank[name]["plain"], rank[name]["watched"]
-        assert plain["losses"] == watched["losses"]
-        assert all(torch.equal(a, b) for a, b in zip(plain["weights"], watched["weights"], strict=True))
-        assert watched["alarms"] == []
-    events = wb.open_run(folder / f"{name}.zarr")["events"]["message"].values.tolist()
-    assert events[1] == "Ranks hold stages of a pipeline or other parts of a model; nothing more is recorded."

@@ -119,7 +119,7 @@ def test_limits(bands):
         n_steps = data.attrs["n_steps"]
     claims = (f"{low} to {high} blocks, and widths up to {widest:,}. Twelve", f"small runs of {n_steps} updates")
     settings = ("radius exceeds 1", "first 200 steps", "one H100", "batches of 8 x 32 tokens", "width 64",
-                "1 / width", "above 1 MB", "more than 10,000 entries", "FSDP1", "FSDP2")  # fmt: skip
+                "1 / width", "above 1 MB", "more than 10,000 entries", "FSDP1", "FSDP2", "1F1B")  # fmt: skip
     check_page(f"{FOLDER}/limits.md", claims, settings=settings)
 
 

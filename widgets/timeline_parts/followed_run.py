@@ -14,6 +14,7 @@ from workbench.errors import SchemaError, StoreError
 from workbench.formatting import duration
 from workbench.io.far_places import FarPlace, UnreachableError, place_of
 from workbench.io.run_access import named_runs, spectra_of
+from workbench.io.stages import stages_at
 from workbench.io.store import open_run_or_log
 from workbench.plots.timeline_panels import RunEvents
 from workbench.schema.statuses import RunState
@@ -203,12 +204,19 @@ class FollowedRun:
         """Return a value that changes with each commit to the store; None if there is no store."""
         if self.path is None:
             return None
-        if isinstance(self.path, FarPlace):
-            found = self.path.stamp("zarr.json")
+        stamps = [self._stamp_of(place) for place in stages_at(self.path) or [self.path]]
+        known = [stamp for stamp in stamps if stamp is not None]
+        if len(known) < len(stamps):
+            return None
+        return max(known)[0], sum(stamp[1] for stamp in known), sum(stamp[2] for stamp in known)
+
+    def _stamp_of(self, path: Path | FarPlace) -> tuple[int, int, int] | None:
+        if isinstance(path, FarPlace):
+            found = path.stamp("zarr.json")
             return None if found is None else (int(1e9 * (found.seconds or time.time())), 0, hash(found.text))
         try:
-            files = [file.stat() for file in self.path.rglob("*")] if self._is_folder_of_logs else []
-            store = self.path / "zarr.json" if self.path.is_dir() else self.path
+            files = [file.stat() for file in path.rglob("*")] if self._is_folder_of_logs else []
+            store = path / "zarr.json" if path.is_dir() else path
             at = max(files, key=lambda file: file.st_mtime_ns) if self._is_folder_of_logs else os.stat(store)
         except (OSError, ValueError):
             return None

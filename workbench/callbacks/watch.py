@@ -206,12 +206,12 @@ _PAUSE = 0.5
 class StatusDisplay:
     """Display of a status, updated at most twice per second, and immediately at an alarm."""
 
-    def __init__(self, status: RunStatus) -> None:
+    def __init__(self, status: RunStatus, *, shows_line: bool = True) -> None:
         self._status = status
         self._shown_at = -float("inf")
         self._handle: Any = None
         self._is_off = False
-        self._is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._is_terminal = shows_line and sys.stderr is not None and sys.stderr.isatty()
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         if getattr(shell, "kernel", None) is not None:
             from IPython.display import HTML, display
@@ -288,6 +288,7 @@ def watch(
     status. Alarms are raised on all ranks at the same step, so that an ``on_alarm`` that ends the training ends it
     on all ranks. Parameters that FSDP2 or tensor parallelism splits over ranks are gathered for passes of the probes.
     Their gradients are checked if FSDP2 splits them by rows; otherwise the reduction probe tests a sum over ranks.
+    Stages of a pipeline of PyTorch are recorded each on its own, in stores that `workbench.open_run` reads as one run.
 
     Args:
         model: Module that the loop calls, which may be compiled or wrapped by DDP, FSDP2 or accelerate; or a
@@ -382,6 +383,7 @@ class Watch:
         self.recorder._contracts = WatchedContracts
         self.status = RunStatus(path)
         self._attached: AttachedRecorder | None = None
+        self._shows = shows
         self._display = StatusDisplay(self.status) if shows and is_first() else None
         self.recorder.observe(self._take_observation)
         self._n_alarms = 0
@@ -399,6 +401,9 @@ class Watch:
     def attach(self, model: nn.Module, optimizer: Any, *, step: int | None = None) -> None:
         """Attach the recorder to a model and its optimizer, after some updates."""
         self._attached = self.recorder.attach(model, optimizer, step=step)
+        if (stage := self.recorder.stage) is not None:
+            self.status.path = self._attached.output.path
+            self._display = StatusDisplay(self.status, shows_line=stage.is_last) if self._shows else None
 
     @property
     def cost(self) -> Cost | None:

@@ -22,6 +22,7 @@ from workbench.errors import StoreError
 from workbench.io.far_places import FarPlace, UnreachableError, place_of
 from workbench.io.run_index import ALL, INDEX, entry_path, far_entries, is_alive
 from workbench.io.run_lock import has_writer
+from workbench.io.stages import stage_name
 from workbench.schema.runs import IDENTITY
 from workbench.schema.statuses import RunState
 
@@ -50,6 +51,13 @@ def store_path(store: str | os.PathLike[str]) -> Path:
     path = CopiedPath("runs", f"{place.name.removesuffix('.zarr')}.{digest}.zarr")
     path.url = place.url
     return path
+
+
+def stage_path(path: Path, index: int) -> Path:
+    """Return the path of the store of one stage of a pipeline."""
+    if isinstance(path, CopiedPath):
+        return store_path(FarPlace(path.url).beside(stage_name(FarPlace(path.url).name, index)).url)
+    return path.with_name(stage_name(path.name, index))
 
 
 def bring(path: Path) -> None:

@@ -20,6 +20,7 @@ from workbench.errors import StoreError
 from workbench.io.far_places import FarPlace, Stamp, place_of
 from workbench.io.files import FileKind
 from workbench.io.run_lock import has_writer
+from workbench.io.stages import stages_at, state_of
 from workbench.schema.events import Event
 from workbench.schema.statuses import RunState
 
@@ -60,6 +61,13 @@ def status_of(run: str | os.PathLike[str] | xr.DataTree) -> dict[str, Any]:
         about = {"path": "", "name": "", "last_written": None, "last_heard": None}
         return about | _facts(run.attrs, _reader_of_tree(run))
     place = place_of(run)
+    if stages := stages_at(place):
+        from workbench.io.store import open_run
+
+        tree, each = open_run(run), [status_of(getattr(stage, "url", stage)) for stage in stages]
+        times = ("last_written", "last_heard")
+        latest = {name: max((one[name] for one in each if one[name]), default=None) for name in times}
+        return {"path": str(place), "name": _stem(place.name), **latest, **_facts(tree.attrs, _reader_of_tree(tree))}
     if isinstance(place, FarPlace):
         return _told(place, _far_entry(place, _object(place.beside(INDEX, f"{place.name}.json").read())))
     if not (place / "zarr.json").exists():
@@ -73,7 +81,7 @@ def status_of(run: str | os.PathLike[str] | xr.DataTree) -> dict[str, Any]:
 def metrics_of(run: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the steps of a run and a metric at each, NaN where it is unknown; empty if it was not recorded."""
     place = place_of(run)
-    if isinstance(place, FarPlace) or (place / "zarr.json").exists():
+    if not stages_at(place) and (isinstance(place, FarPlace) or (place / "zarr.json").exists()):
         from workbench.io.watched_store import opened_store
 
         with _RUN.reading(place):
@@ -82,7 +90,7 @@ def metrics_of(run: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np.n
     else:
         from workbench.io.store import open_run_or_log
 
-        read = _reader_of_tree(open_run_or_log(place))
+        read = _reader_of_tree(open_run_or_log(run))
         step, values = read("monitors", "step"), read("monitors", name)
     if step is None or values is None:
         return np.zeros(0, np.int64), np.zeros(0)
@@ -92,6 +100,9 @@ def metrics_of(run: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np.n
 def last_change(run: str | os.PathLike[str]) -> object:
     """Return what changes with each block of a run and each alarm; None if the run was removed."""
     place = place_of(run)
+    with contextlib.suppress(StoreError):
+        if stages := stages_at(place):
+            return [last_change(getattr(stage, "url", stage)) for stage in stages]
     if isinstance(place, FarPlace):
         stamp = place.stamp("zarr.json")
         return None if stamp is None else (stamp, place.beside(INDEX, f"{place.name}.json").stamp())
@@ -135,7 +146,7 @@ def list_runs(folder: str | os.PathLike[str]) -> pd.DataFrame:
     import pandas as pd
 
     place = place_of(folder, "folder")
-    rows = _rows_far(place) if isinstance(place, FarPlace) else _rows_here(place)
+    rows = _of_stages(_rows_far(place) if isinstance(place, FarPlace) else _rows_here(place))
     rows.sort(key=lambda row: (row.get("last_written") or "", row["name"]), reverse=True)
     return pd.DataFrame([_row(row) for row in rows], columns=["name", *_COLUMNS]).set_index("name").astype(_COLUMNS)
 
@@ -145,6 +156,28 @@ _COLUMNS = {
     "last_written": "str", "first_alarm": "Int64", "alarm": "str", "cause": "str", "n_alarms": "Int64",
     "contracts_failed": "str", "cost": "float64", "path": "str",
 }  # fmt: skip
+
+
+def _of_stages(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of runs, those of the stages of a pipeline as one, with the loss of the last stage."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: (len(row["name"]), row["name"])):
+        stem, _, index = row["name"].rpartition(".stage")
+        runs.setdefault(stem if index.isdecimal() and stem else row["name"], []).append(row)
+    found = []
+    for name, stages in runs.items():
+        if len(stages) == 1 or any(row["name"] == name for row in stages):
+            found += stages
+            continue
+        first = min(stages, key=lambda row: (row.get("first_alarm") or {"step": math.inf})["step"])
+        found.append(
+            stages[-1]
+            | {"name": name, "path": stages[0]["path"].replace(".stage0", "")}
+            | {"state": state_of([row["state"] for row in stages])}
+            | {"first_alarm": first.get("first_alarm"), "cause": first.get("cause")}
+            | {"n_alarms": sum(row.get("n_alarms") or 0 for row in stages)}
+        )
+    return found
 
 
 def _row(status: Mapping[str, Any]) -> dict[str, Any]:

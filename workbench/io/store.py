@@ -20,6 +20,7 @@ from workbench.io.files import FileKind
 from workbench.io.memory import require_memory
 from workbench.io.run_lock import has_writer
 from workbench.io.run_parts import events_part
+from workbench.io.stages import joined, stages_at
 from workbench.io.training_logs import is_log, read_log
 from workbench.schema.runs import (
     ALL_CHUNKS,
@@ -168,6 +169,9 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     does, although none has closed it. Loading raises a `StoreError` if the store was removed or replaced since;
     ``run.load()`` loads all values at once.
 
+    A run of a pipeline has a store for each stage, ``NAME.stage0.zarr`` and so on, which are opened by the path
+    ``NAME.zarr`` as one run, with all values loaded.
+
     The store may be on another machine or in a bucket, whose writer cannot be seen: there the state "running" says only
     that nobody has closed the run. Errors of the link are retried for some seconds.
 
@@ -198,6 +202,8 @@ def open_run(path: str | os.PathLike[str]) -> xr.DataTree:
     import xarray as xr
 
     place = place_of(path)
+    if stages := stages_at(place):
+        return joined([open_run(getattr(each, "url", each)) for each in stages])
     with _RUN.reading(place):
         if (
             isinstance(place, Path)

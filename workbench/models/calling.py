@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed, nn
@@ -112,9 +113,15 @@ def is_split(model: nn.Module) -> bool:
     return is_flat or any(hasattr(p, "full_tensor") or hasattr(p, "ds_id") for p in model.parameters())
 
 
+#: What records a stage of a pipeline in this process. Ranks wait for each other's stages before they begin a batch, so
+#: that none of them may wait for anything else.
+alone: WeakSet[Any] = WeakSet()
+
+
 def is_shared() -> bool:
-    """Return whether there are several ranks."""
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    """Return whether there are several ranks that act together, unlike those that record stages of a pipeline."""
+    is_several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    return is_several and not alone
 
 
 def message_device() -> torch.device:

@@ -26,6 +26,7 @@ from workbench.callbacks.recorder.collectors import Collectors, ModelReading
 from workbench.callbacks.recorder.joint_optimizer import JointOptimizer, OptimizedParameters, other_optimizers
 from workbench.callbacks.recorder.options import (
     NUMBERS,
+    OF_STAGE,
     SUMS,
     Change,
     PeerError,
@@ -48,11 +49,11 @@ from workbench.callbacks.recorder.options import (
 from workbench.callbacks.recorder.probes import ReductionCollector
 from workbench.callbacks.recorder.rows import Flight, Row, Started
 from workbench.callbacks.recorder.settings import SettingsWatch
-from workbench.callbacks.recorder.shards import HeldParts, is_stage, splits_tensors, summed
+from workbench.callbacks.recorder.shards import HeldParts, Stage, divides_gradients, splits_tensors, stages_of, summed
 from workbench.callbacks.recorder.updates import SampledUpdate, gradient_square, overflow_of, total_gradient_norm
 from workbench.errors import OptionError, WorkbenchError
 from workbench.io.run_output import RunOutput, before_exit, issue_warning
-from workbench.models.calling import bare, is_shared
+from workbench.models.calling import alone, bare, is_shared
 from workbench.models.readable_weights import Measurement, complete
 from workbench.monitors.probe_pass import PARTS as PROBED
 from workbench.monitors.scalars import SpikeScore
@@ -130,8 +131,10 @@ class AttachedRecorder:
         run: TrainingRun | None = None,
         is_hosted: bool = False,
         contracts: Callable[..., WatchedContracts] | None = None,
+        stage: Stage | None = None,
     ) -> None:
         self.contracts: WatchedContracts | None = None
+        self._stage = stage
         self._run, self.is_attached = run, False
         self.options, self.memory, self.output, self.is_hosted = options, memory, output, is_hosted
         self._pass_on, self._ended = publish, ended
@@ -168,6 +171,8 @@ class AttachedRecorder:
         self._closure_loss: Any = None
         self._changes: list[Change] = []
         self._measured: dict[str, Started] = {}
+        #: In a pipeline, what was measured on the current batch before the update: results, and values by part.
+        self._before: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         self._was_finite, self._kept = True, step // _STATE_EVERY
         self._is_ready = False
         self.blame: BlameSearch | None = None
@@ -199,12 +204,15 @@ class AttachedRecorder:
             recent_examples=memory.recent_examples,
             timed=self._budget.timed,
         )
+        self.batches.is_stage = stage is not None
         output.share = self._budget.spent_share
         if not is_hosted:
             output.timed = self._budget.timed
         try:
             if probe is not None:
                 self._prepare(optimizer)
+            if stage is not None:
+                alone.add(self)
             optimizer.hook(self._before_update, self._after_step)
             self.is_attached = True
             _attached.add(self)
@@ -311,6 +319,7 @@ class AttachedRecorder:
     def _end_memory(self, state: str) -> None:
         self.memory.step = self.step
         self._ended(state)
+        alone.discard(self)
 
     def _end_contracts(self) -> None:
         if self.contracts is not None:
@@ -396,6 +405,8 @@ class AttachedRecorder:
             self._decided = self.step
             self._due = {*filter(is_on, self._budget.due(self.step, made, is_on))}
             self.batches.examines = "batch" in self._due
+            if self._stage is not None and self._due & {*PROBED}:
+                self.batches.probe = None  # examples of the next batch
             spectra = self._every["spectra"]
             has_row = self._budget.row_is_due(self.step, self._due) or bool(spectra and self.step % spectra == 0)
             # Whether rows are spread is decided with each row, as a scaler can be noticed only then.
@@ -458,7 +469,8 @@ class AttachedRecorder:
                         self._gradients = found or []
                     elif "grad_norm" not in self._pending and not self._has_given_norm:
                         norm = self._guarded("monitors", lambda collectors: total_gradient_norm(optimizer))
-                        self._noted |= {} if norm is None else {"grad_norm": norm}
+                        names = ("grad_norm",) if self._stage is None else ("grad_norm", OF_STAGE[0])
+                        self._noted |= {} if norm is None else dict.fromkeys(names, norm)
                     self._guarded("sample", lambda collectors: self._sample.begin())
                 if "settings" in self._due:
                     self._guarded("settings", lambda collectors: self._read_settings(collectors, optimizer))
@@ -476,6 +488,20 @@ class AttachedRecorder:
                     self._guarded("optimizer", lambda collectors: collectors.begin_update(), is_joint=True)
                 if self._is_due("update"):
                     self._guarded("update", lambda collectors: collectors.begin_effect(), is_joint=True)
+                if self._stage is not None:
+                    self._probe_batch()
+
+    def _probe_batch(self) -> None:
+        """Measure on the first micro-batch of the update, which earlier stages of the pipeline have computed."""
+        found, probed = self._before = {}, {}
+        parts, examples = [part for part in PROBED if self._is_due(part)], self.batches.settle_probe()[0]
+        if parts and examples is not None:
+
+            def act(collectors: Collectors) -> Measurement[None] | None:
+                collectors.renew_probe(examples)
+                return collectors.probed(parts, probed)
+
+            self._start(found, "probe", act)
 
     def _read_settings(self, collectors: Collectors, optimizer: JointOptimizer) -> None:
         if self._settings is None:
@@ -529,7 +555,8 @@ class AttachedRecorder:
         """Return the size of the update, and the norm of its gradients if ranks hold parts of them; by all ranks."""
         found = self._guarded("sample", lambda collectors: self._sample.end()) or []
         if not self._parts.are_split:
-            return {"update_ratio": (found[0] / found[1]).sqrt()} if found else {}
+            norms = () if self._stage is None else zip(OF_STAGE[1:], (each.sqrt() for each in found), strict=False)
+            return {"update_ratio": (found[0] / found[1]).sqrt(), **dict(norms)} if found else {}
         # One message of all ranks, whatever could be measured on this one.
         unknown = [torch.full((), math.nan)] * 2
         square, n, change, size = summed([*(self._gradients or unknown), *(found or unknown)])
@@ -622,6 +649,8 @@ class AttachedRecorder:
         step, self._open_step = self._open_step, None
         if step is None:
             return
+        if self._stage is not None and not self._stage.is_last:
+            self._pending.pop("loss", None)  # which only the last stage knows
         examined, self._examined = self._examined, set()
         is_checked, has_batch = bool(examined - {"settings"}), "batch" in examined
         numbers, are_late = self._pending, self._is_late or is_shared()
@@ -680,7 +709,8 @@ class AttachedRecorder:
             self._write_unmade(is_agreed=True)
 
     def _publish_row(self, row: Row, found: dict[str, float]) -> None:
-        step, numbers = row.step, dict.fromkeys(NUMBERS, math.nan) | found
+        names = NUMBERS if self._stage is None else NUMBERS + OF_STAGE
+        step, numbers = row.step, dict.fromkeys(names, math.nan) | found
         if "loss" in found:
             self._spikes.update(numbers["loss"])
         numbers["spike_score"] = self._spikes.score
@@ -707,12 +737,17 @@ class AttachedRecorder:
     def _prepare(self, optimizer: JointOptimizer) -> None:
         """Read the model as soon as there is a probe; fewer parts are recorded of a model that cannot be read."""
         probe, subjects = self.batches.settle_probe()
+        if self._stage is not None:
+            self.batches.averages = divides_gradients(subjects[0])
         own = [(name, p) for model in subjects[:1] for name, p in model.named_parameters()]
         held = str([(name, None if hasattr(p, "_fsdp_flattened") else tuple(p.shape)) for name, p in own])
-        ranks = of_each_rank((held, is_stage(subjects)))
+        ranks = of_each_rank((held, self._stage is None and bool(stages_of(subjects[0], optimizer))))
         if len({name for name, _ in ranks}) > 1 or any(is_part for _, is_part in ranks):
             # They wait for each other's messages before they begin a batch, so that rows could not be exchanged.
-            message = "Ranks hold stages of a pipeline or other parts of a model; nothing more is recorded."
+            message = (
+                "Ranks hold different parts of a model; nothing more is recorded. Stages of a pipeline are recorded if "
+                "each rank has created its own before the watch, and no two ranks have the same."
+            )
             self.event("not recorded", source="setup", message=message)
             issue_warning(f"{message} Training continues.")
             self._end_contracts()
@@ -724,9 +759,10 @@ class AttachedRecorder:
             examples = self.batches.recent_examples
             self._n_alike = of_each_rank(examples).count(examples)
         self._is_ready = True
-        self.memory.probe = probe
-        if (plain := to_plain(probe)) is not None and not self.is_hosted:
-            self.output.commit(probe=json.dumps(plain))
+        if self._stage is None:
+            self.memory.probe = probe
+            if (plain := to_plain(probe)) is not None and not self.is_hosted:
+                self.output.commit(probe=json.dumps(plain))
         if self._parameters is None:
             return
         with self.batches.paused():
@@ -740,6 +776,7 @@ class AttachedRecorder:
                 self._reading,
                 around=self.batches.around_pass,
                 loss_of=None if self._run is None else self._run.probe_loss,
+                is_stage=self._stage is not None,
             )
             self._guarded("setup", lambda collectors: collectors.begin(self.step), is_joint=True)
             self._begin_blame(self._collectors)
@@ -767,9 +804,8 @@ class AttachedRecorder:
 
     def _measure(self, collectors: Collectors, parts: list[str], step: int) -> None:
         """Measure some parts; their rows follow with the values of their tensors."""
-        probed: dict[str, Any] = {}
-        found: dict[str, Any] = {}
-        if any(part in PROBED for part in parts):
+        (found, probed), self._before = self._before, ({}, {})
+        if self._stage is None and any(part in PROBED for part in parts):
             is_first = not self._has_updated
             self._start(found, "probe", lambda collectors: collectors.probed(parts, probed, is_first=is_first))
         collectors.is_whole = bool(self._forced) or "precision" not in self._budget.in_turn
@@ -805,6 +841,8 @@ class AttachedRecorder:
             value = self._guarded(part, partial(_of, result), is_joint=is_joint and self._is_late)
             if value is not None:
                 measured[part] = plain(value)
+        if self._stage is not None and not self._stage.is_last and "activations" in measured:
+            measured["activations"]["log_z"] = np.array(math.nan)  # the output is no prediction
         for part, values in (measured_by_all(measured) if is_joint and found else measured).items():
             if self._collectors is not None:
                 self._publish(Observation(step, part, values, self._collectors.coords(part)))
@@ -817,7 +855,8 @@ class AttachedRecorder:
         """
         self.batches.count_unreached()
         # Reading the model needs all ranks, which may not end together.
-        if self._has_updated or not self.batches.has_seen or self._optimizer is None or is_shared():
+        is_part = is_shared() or self._stage is not None
+        if self._has_updated or not self.batches.has_seen or self._optimizer is None or is_part:
             return
         if not self._is_ready:
             self._prepare(self._optimizer)
@@ -900,7 +939,8 @@ class AttachedRecorder:
             self.event("alarm", step=alarm.step, **alarm.as_event())
         if (found := alarms._new_attribution(fresh)) is not None:
             self.event("attribution", step=observation.step, **found.as_event())
-        return [(alarm, f"{alarm.message.rstrip('.')}. Cause: {alarms.attribute().summary}.") for alarm in fresh]
+        where = "" if self._stage is None else f"Stage {self._stage.number}: "
+        return [(alarm, f"{where}{alarm.message.rstrip('.')}. Cause: {alarms.attribute().summary}.") for alarm in fresh]
 
 
 def _of(result: Any, collectors: Collectors) -> Any:

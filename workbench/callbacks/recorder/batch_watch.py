@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -127,6 +128,7 @@ class Seen:
         lookahead: Result of `lookahead` for each call.
         passes: Backward passes.
         scaler: Key of the gradient scaler; None without one.
+        averages: Whether gradients are divided by the number of passes after them, so that the loss is their mean.
     """
 
     n_forwards: int = 0
@@ -139,6 +141,7 @@ class Seen:
     lookahead: tuple[Tensor, ...] = ()
     passes: tuple[Pass, ...] = ()
     scaler: int | None = None
+    averages: bool = False
 
     def add(self, contents: Mapping[str, float | Tensor]) -> None:
         """Add the contents of one call to the sums."""
@@ -160,7 +163,7 @@ class Seen:
                 weights = [self._unscaled(*each) for each in self.weights]
                 found["loss_weight"] = _sum(weights) / (len(weights) if self.are_parts else 1)
         elif differentiated := [self._unscaled(each.loss, each) for each in self.passes if each.loss is not None]:
-            found["loss"] = _sum(differentiated)
+            found["loss"] = _sum(differentiated) / (len(differentiated) if self.averages else 1)
         scales = [each.scales[self.scaler] for each in self.passes if self.scaler in each.scales]
         return found | ({"loss_scale": scales[-1]} if scales else {})
 
@@ -215,6 +218,8 @@ class BatchWatch:
         self.rests = False
         #: Whether each backward pass so far was part of an update that was made.
         self.is_plain = True
+        #: Whether the model is a stage of a pipeline, and its schedule divides gradients by the number of passes.
+        self.is_stage = self.averages = False
         #: Sketches of the backward passes, once the model has been read.
         self.sketches: PassSketches | None = None
         self._timed = timed
@@ -310,6 +315,7 @@ class BatchWatch:
         """Return the counts since the last call, for the outermost module that was called."""
         seen = next((self._seen[module] for module in self.entrances if module in self._seen), Seen())
         seen.passes, seen.scaler = tuple(self._passes.values()), self._scaler.key
+        seen.averages = self.averages
         self._seen, self._passes, self._calls = {}, {}, {}
         self._waiting.clear()
         return seen
@@ -462,7 +468,8 @@ class BatchWatch:
                 is_known = call.loss is not None and not self.examines
                 self._passes[number] = Pass(None if is_known else differentiated_loss(), self._scaler.begin_pass())
             if not call.is_counted:
-                self._passes[number].is_own |= not any(each.requires_grad for each in tensors_in(call.inputs))
+                is_first = not any(each.requires_grad for each in tensors_in(call.inputs))
+                self._passes[number].is_own |= is_first or self.is_stage
                 self._count(module, call)
             if of_loss is not None and self.examines:
                 self._by_loss.add(module)
@@ -534,10 +541,20 @@ class BatchWatch:
             return False
         if current_pass() != -1:  # within backward: gradient checkpointing recomputes the forward
             return False
+        if self.is_stage and _finds_shapes():
+            return False
         if not any(module is each for each in self.entrances):  # a copy of the model, which has its hooks too
             return False
         # Lightning under DDP replaces forward by a function whose arguments are not those of the model.
         return not isinstance(module.forward, FunctionType) or hasattr(module.forward, "__wrapped__")
+
+
+def _finds_shapes() -> bool:
+    """Return whether a schedule of a pipeline runs its stage on memory that nobody has written, to find shapes."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "_forward_metadata_inference":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _draws(module: nn.Module) -> bool:

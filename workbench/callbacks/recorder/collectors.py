@@ -24,7 +24,7 @@ from workbench.callbacks.recorder.probes import (
 )
 from workbench.callbacks.recorder.shards import HeldParts
 from workbench.callbacks.recorder.updates import UpdateCollector
-from workbench.errors import OptionError, SnapshotError, WorkbenchError
+from workbench.errors import AnatomyError, OptionError, SnapshotError, WorkbenchError
 from workbench.io.memory import free_memory
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.attention_weights import QueryKey, Unreadable, query_key_weights
@@ -69,13 +69,21 @@ class ModelReading:
     troubles: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_model(model: nn.Module, inputs: Any) -> ModelReading:
+def read_model(model: nn.Module, inputs: Any, *, is_stage: bool = False) -> ModelReading:
     """Read blocks, query and key weights, and routers of a model; the model is left unchanged."""
     troubles = {}
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    # A stage of a pipeline may have one block, which nothing but its container shows.
+    single = [name for name, each in model.named_modules() if is_stage and isinstance(each, kinds) and len(each) == 1]
     with warnings.catch_warnings(), as_written(), readable(model):
         warnings.simplefilter("ignore")
         try:
-            anatomy = read_anatomy(model, take_examples(inputs, slice(0, 2)))
+            try:
+                anatomy = read_anatomy(model, take_examples(inputs, slice(0, 2)))
+            except AnatomyError:
+                if not single:
+                    raise
+                anatomy = read_anatomy(model, take_examples(inputs, slice(0, 2)), stack=single[0])
         except Exception as error:  # noqa: BLE001  (a third-party model may fail in any way; an event reports it)
             return ModelReading(None, troubles={"anatomy": _reason(error)})
         query_keys, routers = [], []
@@ -105,7 +113,9 @@ class Collectors:
         *,
         around: Around = nullcontext,
         loss_of: Callable[[nn.Module], Tensor] | None = None,
+        is_stage: bool = False,
     ) -> None:
+        self._is_stage = is_stage
         self.options, self.optimizer, self.parameters = options, parts.optimizer, parameters
         self.model = self._outermost = subjects[0]
         self._is_flat = any(hasattr(weight, "_fsdp_flattened") for weight in self.model.parameters())
@@ -206,6 +216,13 @@ class Collectors:
             self._miss("activations", f"The probe does not pass through the model: {_reason(error)}")
             self.switch_off("probe")
             return {}
+
+    def renew_probe(self, examples: Any) -> None:
+        """Measure on other examples from now on."""
+        self.probe = on_device_of(self.model, examples)
+        if self._probe_pass is not None:
+            anatomy = self._probe_pass.anatomy
+            self._probe_pass = ModelProbe(self.model, anatomy, self.probe, routers=self.reading.routers)
 
     @contextmanager
     def _noting_calls(self) -> Iterator[None]:
@@ -440,7 +457,7 @@ class Collectors:
         try:
             with self.passes():
                 for subject in subjects:
-                    readings.append(read_model(subject, self.probe))
+                    readings.append(read_model(subject, self.probe, is_stage=self._is_stage))
                     if readings[-1].anatomy is not None:
                         self.model = subject
                         return readings[-1]

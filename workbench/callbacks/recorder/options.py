@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -77,6 +77,15 @@ class RecorderOptions:
     fixed: frozenset[str] = frozenset()
 
 
+def in_pipeline(options: RecorderOptions) -> tuple[RecorderOptions, list[str]]:
+    """Return the options of a stage of a pipeline, and the parts that are left out.
+
+    No budget changes the cadence: stages exchange no messages, and have to measure at the same updates.
+    """
+    left_out = [part for part in _OF_WHOLE if options.every[part] is not None]
+    return replace(options, every={**options.every, **dict.fromkeys(_OF_WHOLE)}, budget=None), left_out
+
+
 @dataclass
 class RecorderMemory:
     """What a recorder keeps from one attachment to the next."""
@@ -95,6 +104,10 @@ NUMBERS = (
     "is_training", "loss_scale", "is_skipped", "repeated_batch", "lookahead", "update_ratio", "spike_score",
     "examined",
 )  # fmt: skip
+#: Further ones of a stage of a pipeline: norms of its gradients, and of change and values of its sampled entries.
+OF_STAGE = ("stage_grad_norm", "stage_change_norm", "stage_weight_norm")
+#: Parts that need all stages at once, or gradients as a backward pass leaves them.
+_OF_WHOLE = ("precision", "update", "curvature", "spectra", "reduction")
 
 
 def as_number(name: str, value: Any) -> float | Tensor:

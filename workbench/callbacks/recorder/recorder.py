@@ -23,18 +23,20 @@ from workbench.callbacks.recorder.options import (
     RecorderMemory,
     RecorderOptions,
     checked_cadence,
+    in_pipeline,
     is_first,
     meet,
-    of_first_rank,
+    of_each_rank,
     of_plain,
     to_plain,
 )
+from workbench.callbacks.recorder.shards import Stage, stages_of
 from workbench.errors import AnatomyError, OptionError, StoreError
-from workbench.io.run_copy import bring, store_path
+from workbench.io.run_copy import bring, stage_path, store_path
 from workbench.io.run_output import RunOutput
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
-from workbench.models.calling import bare, is_shared, on_device_of
+from workbench.models.calling import alone, bare, is_shared, on_device_of
 from workbench.monitors.scalars import SpikeScore
 from workbench.option_checks import checked
 from workbench.option_kinds import Level, PositiveFloat, PositiveInt
@@ -170,7 +172,7 @@ class Recorder:
             budget,
             fixed,
         )
-        self._services, self._outlets = [*services_of(log), *notices_of(notify)], list[Outlet]()
+        self._loggers, self._notices, self._outlets = services_of(log), notices_of(notify), list[Outlet]()
         self._rows_per_block, self._overwrite, self._resumes = rows_per_block, overwrite, resume
         self._observers = Observers()
         self._attached: AttachedRecorder | None = None
@@ -180,8 +182,9 @@ class Recorder:
         self._contracts: Callable[..., WatchedContracts] | None = None
         self._last_model: weakref.ref[nn.Module] | None = None
         self._is_loaded = False
+        self.stage: Stage | None = None  # of a pipeline, that of the attached model
         # With several ranks this is checked at `attach`: the first rank may write before another one gets here.
-        if not is_shared():
+        if not (is_shared() or alone):
             self._check_store()
 
     def attach(
@@ -224,6 +227,16 @@ class Recorder:
         model, memory = module_of(model), self.memory
         joint = JointOptimizer(optimizers_in(optimizer))
         parameters = OptimizedParameters(bare(model), joint)
+        ranks = of_each_rank(own := stages_of(model, joint))
+        if any(len(stages) > 1 for stages in ranks):
+            raise OptionError(
+                "A rank has several stages of a pipeline; watch each with an optimizer of its own, all with the same "
+                "store=."
+            )
+        self.stage = own[0] if all(ranks) and len({stage for (stage,) in ranks}) == len(ranks) else None
+        options, left_out = self.options, list[str]()
+        if self.stage is not None:
+            (options, left_out), probe = in_pipeline(options), None
         continues = self._is_loaded or (self._last_model is not None and self._last_model() is bare(model))
         stored = self._stored_state() if self._resumes and not continues and host is None else {}
         if step == 0 and stored.get("n_rows"):
@@ -250,13 +263,17 @@ class Recorder:
             alarms.reset()
             replay(open_run(output.path), alarms)
         self._last_model, self._is_loaded = weakref.ref(bare(model)), False
-        self._outlets = [Outlet(service(output.path or self.path)) for service in self._services if is_first()]
-        probe = next((p for p in (probe, self.probe, memory.probe) if p is not None), None)
+        # Of a pipeline, the last stage has the loss, and each notifies of its own alarms.
+        logs = is_first() if self.stage is None else self.stage.is_last
+        services = [*(self._loggers if logs else ()), *(self._notices if is_first() or self.stage is not None else ())]
+        self._outlets = [Outlet(service(output.path or self._place)) for service in services]
+        if self.stage is None:
+            probe = next((p for p in (probe, self.probe, memory.probe) if p is not None), None)
         self._attached = AttachedRecorder(
             model,
             joint,
             output,
-            self.options,
+            options,
             memory,
             publish=self._publish,
             ended=self._end,
@@ -268,8 +285,12 @@ class Recorder:
             alarms=alarms,
             run=run,
             is_hosted=host is not None,
-            contracts=self._contracts,
+            contracts=None if self.stage else self._contracts,
+            stage=self.stage,
         )
+        for part in left_out:
+            reason = f"The part '{part}' is not measured in a pipeline: it needs passes through all stages at once."
+            output.event(Event(step, "not recorded", source=part, message=reason))
         if step and stored:
             self._attached._keep_state()  # that in the store may be one of a later step, whose rows were dropped
         return self._attached
@@ -368,11 +389,20 @@ class Recorder:
         if (probe := of_plain(state["probe"])) is not None:
             self.memory.probe = probe
 
+    @property
+    def _place(self) -> Path | None:
+        """Path of the store of this rank."""
+        return self.path if self.path is None or self.stage is None else stage_path(self.path, self.stage.number)
+
     def _check_store(self) -> None:
         """Raise StoreError if there is a run that is neither replaced nor resumed."""
-        if self.path is not None and self.path.exists() and not (self._resumes or self._overwrite):
+        if self.path is None or self._place is None or self._resumes or self._overwrite:
+            return
+        # A run has one store, or one for each stage.
+        others = (stage_path(self.path, 0) if self.stage is None else self._place, self.path)
+        if found := [each for each in others if each.exists()]:
             raise StoreError(
-                f"{self.path} exists already; pass resume=True to continue it, overwrite=True to replace it, or choose "
+                f"{found[0]} exists already; pass resume=True to continue it, overwrite=True to replace it, or choose "
                 "another path."
             )
 
@@ -382,15 +412,21 @@ class Recorder:
         Updates after the last row may have none.
         """
         state: dict[str, Any] = {}
-        if self.path is not None and is_first():
-            bring(self.path)
-        if self.path is not None and is_first() and self.path.exists():
-            run = open_run(self.path)
+        path = self._place if is_first() or self.stage is not None else None
+        if path is not None:
+            bring(path)
+        if path is not None and path.exists():
+            run = open_run(path)
             state = json.loads(run.attrs.get("recorder_state", "{}"))
             if "monitors" in run.children and run["monitors"].sizes.get("step"):
                 n_rows = int(run.children["monitors"].to_dataset()["step"].values[-1]) + 1
-                state["n_rows"] = max(n_rows, state.get("step", 0))
-        return of_first_rank(state)
+                state["n_rows"] = n_rows if self.stage is not None else max(n_rows, state.get("step", 0))
+        states = of_each_rank(state)
+        if self.stage is None:
+            return states[0]
+        # The run goes on after the last row that all stages have.
+        n_rows = min(each.get("n_rows", 0) for each in states)
+        return state | {"n_rows": n_rows} if n_rows else {}
 
     def _check_free(self, what: str) -> None:
         """Raise OptionError if the recorder is attached."""
@@ -404,19 +440,20 @@ class Recorder:
         return self._attached
 
     def _output(self, model: nn.Module, step: int, *, continues: bool) -> RunOutput:
-        """Open the recorder's own store, on rank 0 only; its errors are raised on every rank."""
-        path = self.path
-        if path is None:
+        """Open the recorder's own store, on rank 0 or for each stage; its errors are raised on every rank."""
+        if (path := self._place) is None:
             return RunOutput(None)
         writer: RunWriter | None = None
         problem: StoreError | None = None
-        if is_first():
+        if is_first() or self.stage is not None:
             try:
                 writer = self._writer(path, bare(model), step, continues=continues)
             except StoreError as error:
                 problem = error
-        if (problem := of_first_rank(problem)) is not None:
-            raise problem
+        if problems := [each for each in of_each_rank(problem) if each is not None]:
+            raise problem or problems[0]
+        if writer is not None and self.stage is not None:
+            writer.commit(stage=self.stage.number, n_stages=self.stage.n_stages)
         share = None if self.options.budget is None else OF_STORE * self.options.budget
         output = RunOutput(writer, rows_per_block=self._rows_per_block, share=share)
         word = "resumed" if step else "started"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import sys
-from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,21 +17,17 @@ from workbench.models.readable_weights import local_part, parameters_of_shards
 
 
 class HeldParts:
-    """Parts of the parameters of an optimizer on this rank.
+    """Parts of the parameters of an optimizer on this rank."""
 
-    Attributes:
-        n_stages: Number of pipeline stages, each of which is held by equally many ranks; 1 without a pipeline.
-    """
-
-    def __init__(self, optimizer: JointOptimizer, n_stages: int = 1) -> None:
-        self.optimizer, self.n_stages = optimizer, n_stages
+    def __init__(self, optimizer: JointOptimizer) -> None:
+        self.optimizer = optimizer
         self._settled: dict[int, Tensor] = {}
         self._samples: dict[int, tuple[tuple[int, ...], Tensor]] = {}
 
     @cached_property
     def are_split(self) -> bool:
         """Whether ranks hold different parts, so that what is measured is summed over them; the same on all ranks."""
-        return is_shared() and (self.n_stages > 1 or any(map(_is_part, self.optimizer.parameters)))
+        return is_shared() and any(map(_is_part, self.optimizer.parameters))
 
     def weight_of(self, parameter: Any) -> float:
         """Return 1 over the number of ranks that hold the same part of a parameter, for sums over all ranks."""
@@ -42,7 +37,7 @@ class HeldParts:
         if hasattr(parameter, "placements"):
             mesh = parameter.device_mesh
             n_parts = math.prod(mesh.size(dim) for dim, kind in enumerate(parameter.placements) if _is_shard(kind))
-        return n_parts * self.n_stages / distributed.get_world_size()
+        return n_parts / distributed.get_world_size()
 
     def settle(self) -> None:
         """Lay out gradients as their parameters are, before `gradient_of`; every rank must call this.
@@ -75,14 +70,43 @@ class HeldParts:
         return own.reshape(-1)[places]
 
 
-def is_stage(models: Sequence[nn.Module]) -> bool:
-    """Return whether one of some modules is a stage of a pipeline of PyTorch."""
-    known = sys.modules.get("torch.distributed.pipelining.stage")
-    kind = getattr(known, "_PipelineStageBase", None)
-    own = {id(each) for each in models}
-    return kind is not None and any(
-        id(bare(each.submod)) in own for each in gc.get_objects() if issubclass(type(each), kind)
+class Stage(NamedTuple):
+    """Stage of a pipeline: its place, and the number of stages."""
+
+    number: int
+    n_stages: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.number == self.n_stages - 1
+
+
+def stages_of(model: nn.Module, optimizer: JointOptimizer) -> list[Stage]:
+    """Return the stages of pipelines of PyTorch to which modules of a model or parameters of its optimizer belong."""
+    inner, trained = {id(each) for each in model.modules()}, {id(each) for each in optimizer.parameters}
+    found: dict[int, Stage] = {}
+    for each in _instances("stage", "_PipelineStageBase"):
+        is_trained = any(id(weight) in trained for weight in each.submod.parameters())
+        if each.num_stages > 1 and (is_trained or id(bare(each.submod)) in inner):
+            found[id(bare(each.submod))] = Stage(each.stage_index, each.num_stages)
+    return [*found.values()]
+
+
+def divides_gradients(model: nn.Module) -> bool:
+    """Return whether the schedule of a stage divides the gradients by the number of micro-batches."""
+    return any(
+        schedule.scale_grads
+        for schedule in _instances("schedules", "_PipelineSchedule")
+        for stage in (*getattr(schedule, "_stages", ()), getattr(schedule, "_stage", None))
+        if stage is not None and bare(stage.submod) is bare(model)
     )
+
+
+def _instances(module: str, name: str) -> list[Any]:
+    """Return the objects of a class of PyTorch's pipelines."""
+    kind = getattr(sys.modules.get(f"torch.distributed.pipelining.{module}"), name, None)
+    return [] if kind is None else [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 def splits_tensors(model: nn.Module) -> bool:
