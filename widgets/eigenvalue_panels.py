@@ -63,13 +63,7 @@ class EigenvaluePanels:
         return mode_columns(spectra, n_layers=self._depths[name], reliable_only=reliable_only)
 
     def write(
-        self,
-        name: str,
-        spectra: xr.Dataset,
-        columns: dict[str, np.ndarray],
-        view: PlaneView,
-        *,
-        remark: str = "",
+        self, name: str, spectra: xr.Dataset, columns: dict[str, np.ndarray], view: PlaneView, *, remark: str = ""
     ) -> None:
         """Update the modes and texts of one panel."""
         self.sources[name].data = columns

@@ -167,11 +167,7 @@ class SpectrumExplorer(WorkbenchWidget):
         reliable_only = bool(self.reliable_only.value)
         measured = {name: remeasure(data, **chosen) for name, data in self.spectra.items()}
         return eigenvalue_map(
-            measured,
-            layers=self._layer_range(),
-            reliable_only=reliable_only,
-            zoom=self.zoom.value,
-            backend=backend,
+            measured, layers=self._layer_range(), reliable_only=reliable_only, zoom=self.zoom.value, backend=backend
         )
 
     def close(self) -> None:
@@ -232,11 +228,7 @@ class SpectrumExplorer(WorkbenchWidget):
         self.reliable_only = ipywidgets.Checkbox(
             value=False, description="Reliable modes only", indent=False, layout={"width": "auto"}
         )
-        self.zoom = ipywidgets.ToggleButtons(
-            options=list(ZOOMS),
-            tooltips=ZOOM_TIPS,
-            style={"button_width": "96px"},
-        )
+        self.zoom = ipywidgets.ToggleButtons(options=list(ZOOMS), tooltips=ZOOM_TIPS, style={"button_width": "96px"})
         self._thresholds = {
             name: getattr(self, name)
             for name in ("near_unit_lower", "near_unit_upper", "contractive_upper", "reliable_residual")

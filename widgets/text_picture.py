@@ -27,10 +27,7 @@ _RULE = "#cccccc"
 
 
 def text_picture(
-    title: str,
-    paragraphs: Sequence[str] = (),
-    table: Sequence[Sequence[str]] | None = None,
-    image: bytes | None = None,
+    title: str, paragraphs: Sequence[str] = (), table: Sequence[Sequence[str]] | None = None, image: bytes | None = None
 ) -> bytes:
     """Draw a title, paragraphs, a table (first row the header) and a PNG from top to bottom; text is wrapped."""
     paper = _Paper()

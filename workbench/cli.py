@@ -388,10 +388,7 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, run: Callable[[argparse.Namespace], Outcome], about: str, example: str, more: str = "") -> Any:
         """Add a command with what all of them have."""
         command = commands.add_parser(
-            name,
-            help=about,
-            description=f"{about[0].upper()}{about[1:]}. {more}".strip(),
-            epilog=f"Example: {example}",
+            name, help=about, description=f"{about[0].upper()}{about[1:]}. {more}".strip(), epilog=f"Example: {example}"
         )
         command.set_defaults(run=run, example=example)
         if run not in (_lab, _mcp):

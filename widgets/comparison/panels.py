@@ -396,11 +396,7 @@ class EigenvalueView(ComparisonView):
 
     def __init__(self, lock: AbstractContextManager, theme: str = "page") -> None:
         super().__init__(lock, theme)
-        self.zoom = ipywidgets.ToggleButtons(
-            options=list(ZOOMS),
-            tooltips=ZOOM_TIPS,
-            style={"button_width": "96px"},
-        )
+        self.zoom = ipywidgets.ToggleButtons(options=list(ZOOMS), tooltips=ZOOM_TIPS, style={"button_width": "96px"})
         self.key = ipywidgets.HTML(layout={"margin": "2px 2px 2px 12px"})
         self._zoom_row = labeled("zoom", self.zoom, self.key)
         self.controls = [self.zoom]
@@ -446,9 +442,5 @@ class EigenvalueView(ComparisonView):
         """Return the panels as a figure of `workbench.plots.eigenvalue_map`."""
         spectra = scene.titled()
         return eigenvalue_map(
-            spectra,
-            layers=scene.layer_range,
-            zoom=self.zoom.value,
-            columns=grid_of(len(spectra))[0],
-            backend=backend,
+            spectra, layers=scene.layer_range, zoom=self.zoom.value, columns=grid_of(len(spectra))[0], backend=backend
         )

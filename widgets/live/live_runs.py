@@ -262,10 +262,7 @@ class Switches:
     @property
     def state(self) -> State:
         """The state of all switches as plain values."""
-        return {
-            "kss": self.kss.state_dict(),
-            **{name: fault.state_dict() for name, fault in self.faults.items()},
-        }
+        return {"kss": self.kss.state_dict(), **{name: fault.state_dict() for name, fault in self.faults.items()}}
 
     def load(self, state: State) -> None:
         """Load the state of the other side."""

@@ -51,13 +51,7 @@ class PanelSelection:
 
     @classmethod
     def of(
-        cls,
-        runs: Sequence[FollowedRun],
-        step: int,
-        signal: str,
-        *,
-        run: str = "",
-        event: TimelineEvent | None = None,
+        cls, runs: Sequence[FollowedRun], step: int, signal: str, *, run: str = "", event: TimelineEvent | None = None
     ) -> PanelSelection:
         """Read the details of each run at its recorded step nearest to a step."""
         details, dims = [], ("", "")

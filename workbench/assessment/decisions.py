@@ -113,8 +113,7 @@ def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.
     known = set(criteria["criterion"].values.tolist())
     assert all(not name or name in known for name in columns["criterion"])
     return xr.Dataset(
-        {name: ("decision", np.array(values)) for name, values in columns.items()},
-        {"decision": np.arange(len(found))},
+        {name: ("decision", np.array(values)) for name, values in columns.items()}, {"decision": np.arange(len(found))}
     )
 
 

@@ -117,9 +117,7 @@ OUTPUTS: dict[str, tuple[str, str]] = {
     "function_change": ("change of the predictions by the first update (nat)", "log"),
 }
 #: Measurement of the modules -> its title and scale.
-MODULES: dict[str, tuple[str, str]] = {
-    "norm_eps_share": ("eps fraction of normalizations", "share"),
-}
+MODULES: dict[str, tuple[str, str]] = {"norm_eps_share": ("eps fraction of normalizations", "share")}
 #: Every measurement -> its title and scale.
 ALL = {name: about[:2] for name, about in NUMBERS.items()} | OUTPUTS | MODULES
 #: Why the measurements of predictions are unknown for a custom loss.

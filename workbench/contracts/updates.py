@@ -28,15 +28,7 @@ from workbench.contracts.gradients import (
     real_updates,
     was_loaded,
 )
-from workbench.contracts.lab import (
-    Lab,
-    NotTestedError,
-    contract,
-    failed,
-    not_applicable,
-    not_tested,
-    passed,
-)
+from workbench.contracts.lab import Lab, NotTestedError, contract, failed, not_applicable, not_tested, passed
 from workbench.contracts.observer import Act, Backward, Copy, Observer, Update
 from workbench.contracts.places import frames_of_script
 from workbench.contracts.results import Result

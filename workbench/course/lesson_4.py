@@ -301,10 +301,7 @@ answer = simple_alarms(norm["faulted"], k)[0] - onset
             "tokens": "Wrong tokens make the predictions of the same batch worse, so the loss is not blind.",
             "weights": "A damaged matrix changes the predictions at once, so the loss alone sees it.",
         },
-        hints=(
-            "A delay is NaN if no run had an alarm.",
-            "Look at the rows of `kinds` whose `delay_of_loss` is NaN.",
-        ),
+        hints=("A delay is NaN if no run had an alarm.", "Look at the rows of `kinds` whose `delay_of_loss` is NaN."),
         solution="answer = set(kinds.index[kinds['delay_of_loss'].isna()])\n",
         explanation=(
             "Faults in the arithmetic and in the communication change gradients, and gradients change the loss only "
@@ -319,11 +316,7 @@ answer = simple_alarms(norm["faulted"], k)[0] - onset
             "an alarm; `n_faults` and `n_false` are the faults and the false alarms in 100,000 steps."
         ),
         answer=lambda: fault_probability,
-        cases=lambda: (
-            (_loss_alone(detector="all alarms"), 0.1, 1.0),
-            (0.5, 2.0, 3.0),
-            (1.0, 4.0, 0.25),
-        ),
+        cases=lambda: ((_loss_alone(detector="all alarms"), 0.1, 1.0), (0.5, 2.0, 3.0), (1.0, 4.0, 0.25)),
         tolerance=1e-3,
         mistakes={
             "This is the sensitivity: the probability of an alarm if there is a fault. The question is the reverse, "

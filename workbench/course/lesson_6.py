@@ -200,10 +200,7 @@ answer = (added - whole).norm() / whole.norm()
                 (p != 0).sum() / (b != 0).sum()
             ),
         },
-        hints=(
-            "Count the labels of `part` and those of `batch`.",
-            "`(part[:, 1:] != 0).sum()` counts labels.",
-        ),
+        hints=("Count the labels of `part` and those of `batch`.", "`(part[:, 1:] != 0).sum()` counts labels."),
         solution="""\
 def share(part, batch):
     n_labels = (part[:, 1:] != 0).sum()

@@ -216,12 +216,7 @@ def _lack_of_blocks(model: nn.Module, inputs: Any, candidate: Candidate) -> str:
 
 
 def _choose_otherwise(
-    model: nn.Module,
-    inputs: Any,
-    candidates: Sequence[Candidate],
-    lack: Lack,
-    stack: str | None,
-    refusal: AnatomyError,
+    model: nn.Module, inputs: Any, candidates: Sequence[Candidate], lack: Lack, stack: str | None, refusal: AnatomyError
 ) -> tuple[Candidate | OutsideStack, list[str]]:
     """Return a stack whose residual is added outside of modules, with the other such stacks; else an altered one."""
     if any(hasattr(parameter, "_is_flat_param") for parameter in model.parameters()):

@@ -24,13 +24,7 @@ from workbench.models.router_weights import Router, router_weights
 from workbench.monitors.attention_calls import BlockCalls, BlockNotes
 from workbench.monitors.attention_health import attention_health
 from workbench.monitors.matrices import widened
-from workbench.monitors.router_health import (
-    dead_experts,
-    expert_load,
-    max_violation,
-    routing_change,
-    routing_entropy,
-)
+from workbench.monitors.router_health import dead_experts, expert_load, max_violation, routing_change, routing_entropy
 from workbench.monitors.scalars import log_z
 
 
@@ -187,13 +181,7 @@ _OF_ATTENTION = {
     "attention_entropy": "entropy",
     "attention_entropy_share": "entropy_share",
 }
-_OF_ROUTING = (
-    "routing_entropy",
-    "routing_entropy_share",
-    "max_violation",
-    "dead_experts",
-    "routing_change",
-)
+_OF_ROUTING = ("routing_entropy", "routing_entropy_share", "max_violation", "dead_experts", "routing_change")
 
 
 class ModelProbe:
@@ -231,12 +219,7 @@ class ModelProbe:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        anatomy: Anatomy,
-        inputs: Any,
-        *,
-        routers: Sequence[Router | Unreadable] | None = None,
+        self, model: nn.Module, anatomy: Anatomy, inputs: Any, *, routers: Sequence[Router | Unreadable] | None = None
     ) -> None:
         self.model, self.anatomy, self.inputs = unwrap(model), anatomy, inputs_of(inputs)
         found = router_weights(self.model, self._inputs_here(), anatomy=anatomy) if routers is None else routers

@@ -167,10 +167,7 @@ def _panel(
     values = np.append(values[np.isfinite(values)], [REFERENCE[measure]] if measure in REFERENCE else [])
     values = values if len(values) else np.array([0.0, 1.0])
     is_log = _is_logarithmic(models, measure)
-    view = (
-        padded(depths.min(), depths.max()),
-        padded(values.min(), values.max(), is_logarithmic=is_log, margin=0.08),
-    )
+    view = (padded(depths.min(), depths.max()), padded(values.min(), values.max(), is_logarithmic=is_log, margin=0.08))
     n_layers = len(np.unique(depths))
     return draw.panel(
         title=capitalized(title),

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def columns_of(
-    data: xr.Dataset,
-    needed: Sequence[str],
-    *,
-    what: str,
-    source: str,
-    dim: str | None = None,
+    data: xr.Dataset, needed: Sequence[str], *, what: str, source: str, dim: str | None = None
 ) -> dict[str, np.ndarray]:
     """Return variables along one dimension (None: the shared one) as arrays; ``what`` and ``source`` word errors."""
     import xarray as xr

@@ -157,11 +157,7 @@ def _place(value: float | None) -> int | None:
 
 
 #: Source of an alarm of a probe -> what the probe checks.
-_CHECKED = {
-    "arithmetic": "arithmetic",
-    "gradients": "gradients on their way to the optimizer",
-    "data": "batches",
-}
+_CHECKED = {"arithmetic": "arithmetic", "gradients": "gradients on their way to the optimizer", "data": "batches"}
 #: Source of an alarm at an absolute limit -> what is limited.
 _LIMITED = {"logits": "largest attention logit", "limits": "metrics of the updates"}
 

@@ -401,13 +401,7 @@ class BadTensor:
 
 
 def bad_tensor_of(
-    reading: Reading,
-    module: str,
-    tensor: str,
-    largest_before: float,
-    *,
-    pass_: str = "forward",
-    suggestion: str = "",
+    reading: Reading, module: str, tensor: str, largest_before: float, *, pass_: str = "forward", suggestion: str = ""
 ) -> BadTensor:
     """Return a `BadTensor` with the counts of a reading."""
     return BadTensor(module, tensor, pass_, reading.n_bad, reading.n_values, largest_before, suggestion=suggestion)

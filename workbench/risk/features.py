@@ -214,10 +214,7 @@ _SETTINGS = (
     Feature("momentum", "momentum", ("momentum",), measures=_momentum),
     Feature("momentum_gain", "gain of momentum", ("momentum", "optimizer"), measures=_momentum_gain),
     Feature(
-        "is_clipped",
-        "gradient clipping",
-        ("clip_norm",),
-        measures=lambda x: (~np.isnan(x.astype(float))).astype(float),
+        "is_clipped", "gradient clipping", ("clip_norm",), measures=lambda x: (~np.isnan(x.astype(float))).astype(float)
     ),
     Feature("clip_norm", "limit of the gradient norm", ("clip_norm",), measures=_clip),
 )

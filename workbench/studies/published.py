@@ -20,12 +20,7 @@ from workbench.schema.runs import SPECTRA
 if TYPE_CHECKING:
     import xarray as xr
 
-__all__ = [
-    "SHARES",
-    "architectures",
-    "depth_thirds",
-    "largest_stable_rates",
-]
+__all__ = ["SHARES", "architectures", "depth_thirds", "largest_stable_rates"]
 
 
 _SOURCE = "RKSP, arXiv:2602.22988"
@@ -89,12 +84,7 @@ _ARCHITECTURES = {
         "spectral_radius": 1.78,
         "divergence_rate": 1 / 24,
     },
-    "Mamba": {
-        "nonlinearity_ratio": 0.42,
-        "near_unit_mass": 0.12,
-        "spectral_radius": 0.95,
-        "contractive_mass": 0.85,
-    },
+    "Mamba": {"nonlinearity_ratio": 0.42, "near_unit_mass": 0.12, "spectral_radius": 0.95, "contractive_mass": 0.85},
     "KAN": {"nonlinearity_ratio": 0.78, "near_unit_mass": 0.52, "spectral_radius": 2.15},
     "KAN B=4": {"reliable_fraction": 0.68},
     "KAN B=8": {"reliable_fraction": 0.52},

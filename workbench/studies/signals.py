@@ -411,10 +411,7 @@ class SignalBand:
 
 @checked
 def healthy_band(
-    lines: Sequence[tuple[np.ndarray, np.ndarray]],
-    *,
-    quantiles: Quantiles = (0.05, 0.95),
-    n: PositiveInt = 100,
+    lines: Sequence[tuple[np.ndarray, np.ndarray]], *, quantiles: Quantiles = (0.05, 0.95), n: PositiveInt = 100
 ) -> SignalBand:
     """Compute running quantiles over healthy runs from finite values in each of ``n`` intervals and its neighbors."""
     finite = [np.isfinite(value) for _, value in lines]

@@ -12,13 +12,7 @@ from workbench.errors import OptionError
 from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt, Seed, at_least, at_most
 from workbench.tasks.random_stream import RandomStream
-from workbench.tasks.task import (
-    STATES_PER_IMAGE,
-    SeededTask,
-    Split,
-    mixed_seed,
-    shuffled_rows,
-)
+from workbench.tasks.task import STATES_PER_IMAGE, SeededTask, Split, mixed_seed, shuffled_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
