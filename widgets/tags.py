@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anywidget
 import traitlets
 
 from workbench.errors import require_listed
 from workbench.plots.style import model_style
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 class Tags(anywidget.AnyWidget):

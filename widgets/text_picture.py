@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -15,9 +16,6 @@ from PIL import Image
 
 from workbench.plots import style
 from workbench.plots.figure_files import small_png
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 #: In pixels; the last one in pixels per inch.
 _WIDTH, _MARGIN, _GAP, _DPI = 1000, 16, 22, 100

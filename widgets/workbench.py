@@ -6,33 +6,26 @@ import html
 import io
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 
 from workbench.errors import StoreError, WorkbenchError, require_listed
 from workbench.formatting import listed
 from workbench.plots.figure_files import small_png
-from workbench.widgets.base import known
+from workbench.widgets.base import WorkbenchWidget, known
 from workbench.widgets.live import cells
 from workbench.widgets.live_training import LiveTraining
 from workbench.widgets.tables import MUTED
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.workbench_parts.calls import LibraryCall, Results, count_uses, statements, unused
 from workbench.widgets.workbench_parts.room import Room
-from workbench.widgets.workbench_parts.sources import FOLDER, Source, search, shipped, source_of
-from workbench.widgets.workbench_parts.views import VIEWS, ViewPlan, compute, made_widget, plan_of
+from workbench.widgets.workbench_parts.sources import FOLDER, FoundSources, Source, search, shipped, source_of
+from workbench.widgets.workbench_parts.views import VIEWS, View, ViewPlan, compute, made_widget, plan_of
 from workbench.widgets.worker import MeasuringWidget
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from workbench.widgets.base import WorkbenchWidget
-    from workbench.widgets.workbench_parts.sources import FoundSources
-    from workbench.widgets.workbench_parts.views import View
-
 
 #: Seconds between two looks at the controls of the views, and between two searches of the folder.
 _EVERY, _SEARCH_EVERY = 1.0, 5.0

@@ -6,8 +6,9 @@ import asyncio
 import html
 import re
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 import torch
@@ -15,9 +16,6 @@ import torch
 from workbench.formatting import duration
 from workbench.option_kinds import NonNegativeFloat
 from workbench.widgets.base import WorkbenchWidget
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 
 class Dropped(Exception):  # noqa: N818  (not an error)

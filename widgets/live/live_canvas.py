@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +14,8 @@ from workbench.errors import OptionError
 from workbench.plots import style
 from workbench.plots.curve_figures import trace_panels
 from workbench.plots.figure_files import redrawable
-from workbench.widgets.live.history import TRACES
+from workbench.widgets.live.history import TRACES, LiveModes, RunHistory
 from workbench.widgets.live.latest_state import LatestState, script
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from workbench.widgets.live.history import LiveModes, RunHistory
 
 #: Seconds between two states that include the traces during training.
 _TRACES_EVERY = 0.3

@@ -13,21 +13,18 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cloudpickle
 import torch
 
+from workbench.callbacks.faults import Fault
+from workbench.callbacks.kss import KSS
 from workbench.callbacks.observation import Observers
 from workbench.errors import OptionError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
-    from workbench.callbacks.faults import Fault
-    from workbench.callbacks.kss import KSS
-    from workbench.widgets.live.history import RunHistory, StepNews
+from workbench.widgets.live.history import RunHistory, StepNews
 
 State = dict[str, dict[str, Any]]
 STARTING, TRAINING, PAUSING, PAUSED, STOPPING, ENDED = "starting", "training", "pausing", "paused", "stopping", "ended"

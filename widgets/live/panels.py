@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+from workbench.callbacks.faults import Fault
+from workbench.callbacks.kss import KSS
+from workbench.plots.timeline_events import TimelineEvent
 from workbench.widgets.live.latest_state import LatestState, script
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from workbench.callbacks.faults import Fault
-    from workbench.callbacks.kss import KSS
-    from workbench.plots.timeline_events import TimelineEvent
 
 #: Kinds of events that are listed, and those of which the first event of each run stays visible.
 _KINDS, _LASTING = ("alarm", "attribution", "action"), ("alarm", "attribution")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 from torch import nn
@@ -13,14 +14,9 @@ from workbench import tasks, zoo
 from workbench.errors import OptionError, require_listed
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeInt, PositiveFloat, PositiveInt
+from workbench.tasks import Task
 from workbench.tasks.user_data import OneShotTask
 from workbench.widgets.risk.controls import fitted, offer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from workbench.tasks import Task
-
 
 #: Batches are small, so that a step of two runs with spectra takes about 0.1 s on a laptop.
 _LENGTH, _BATCH_SIZE = 24, 16

@@ -9,10 +9,14 @@ from __future__ import annotations
 import copy
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from workbench.callbacks.alarms import Alarms
+from workbench.callbacks.faults import Fault
+from workbench.callbacks.guard import Actions
 from workbench.callbacks.kss import KSS
 from workbench.callbacks.recorder import Recorder
 from workbench.callbacks.train import gather
@@ -24,14 +28,7 @@ from workbench.training.recording import branch_run
 from workbench.widgets.base import known
 from workbench.widgets.live.history import RunHistory
 from workbench.widgets.live.live_runs import packed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from workbench.callbacks.alarms import Alarms
-    from workbench.callbacks.faults import Fault
-    from workbench.callbacks.guard import Actions
-    from workbench.widgets.live.setup import Setup
+from workbench.widgets.live.setup import Setup
 
 WITH_KSS, WITHOUT_KSS = "with KSS", "without KSS"
 WITH_FAULTS, WITHOUT_FAULTS = "with faults", "without faults"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anywidget
 import traitlets
 
 from workbench.errors import require_listed
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 class ChoiceTable(anywidget.AnyWidget):

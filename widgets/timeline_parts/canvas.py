@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,12 +23,8 @@ from workbench.studies import signals as sig
 from workbench.studies.signals import SignalBand, decimate, healthy_band
 from workbench.widgets.live.latest_state import LatestState
 from workbench.widgets.live.latest_state import script as live_script
+from workbench.widgets.timeline_parts.followed_run import FollowedRun, SignalLine
 from workbench.widgets.timeline_parts.packing import DASHES, Buffers, PanelSelection, described, marked, selected
-
-if TYPE_CHECKING:
-    from workbench.widgets.timeline_parts.followed_run import FollowedRun, SignalLine
-    from workbench.widgets.timeline_parts.packing import PanelSelection
-
 
 #: Maximum number of alarms in the list next to the figure.
 N_LISTED = 60

@@ -6,14 +6,10 @@ The widget computes what it shows from these calls, so the lines of Python besid
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
+from typing import Any
 
 #: Prefix of functions in the code -> module.
 _MODULES = {"wb": "workbench", "xr": "xarray"}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anywidget
 import ipywidgets
@@ -13,14 +14,8 @@ import traitlets
 from workbench.errors import StoreError
 from workbench.widgets.base import close_tree
 from workbench.widgets.tags import Tags
-from workbench.widgets.workbench_parts.sources import CLOSED, FOLDER, GROUPS
+from workbench.widgets.workbench_parts.sources import CLOSED, FOLDER, GROUPS, Source
 from workbench.widgets.workbench_parts.views import VIEWS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    from workbench.widgets.workbench_parts.sources import Source
-
 
 _HERE = Path(__file__).parent
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from workbench import zoo
 from workbench.errors import StoreError
@@ -23,9 +23,6 @@ from workbench.schema.statuses import RunState
 from workbench.studies import samples
 from workbench.widgets.timeline_parts.followed_run import SILENT_AFTER
 from workbench.widgets.workbench_parts.calls import Derived, LibraryCall, quoted
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Kind(StrEnum):

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.errors import OptionError, WorkbenchError
+from workbench.hardware.plan import AssessmentPlan
 from workbench.models.batches import take_examples
 from workbench.models.calling import call_model, on_device_of, unwrap
 from workbench.models.losses import prediction_of, token_loss
@@ -20,16 +22,8 @@ from workbench.models.probing import undisturbed
 from workbench.models.subject import Subject
 from workbench.scaling.designs import Design, design, matched_width, transformers_config
 from workbench.scaling.transformers_source import build_full_size, cause_of
+from workbench.tasks import Task
 from workbench.tasks.images import Digits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import Tensor
-
-    from workbench.hardware.plan import AssessmentPlan
-    from workbench.tasks import Task
-
 
 #: Designs with at most this number of parameters are measured at full size, larger ones as a proxy model.
 MAX_PARAMETERS = 4_000_000

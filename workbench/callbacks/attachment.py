@@ -9,20 +9,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from workbench.errors import OptionError
 from workbench.models.calling import innermost
+from workbench.schema.events import Event
 from workbench.training.callback import Callback, CallbackGroup, TrainingRun
 from workbench.training.recording import require_same
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from workbench.schema.events import Event
 
 
 class Attachment:

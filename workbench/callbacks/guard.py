@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from workbench.callbacks.alarms import Alarm, Alarms, Attribution
 from workbench.callbacks.alarms.replaying import REST, replay
 from workbench.callbacks.faults import Injection, NoAuxiliaryLoss
+from workbench.callbacks.recorder import Recorder
+from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.errors import OptionError, require_listed
+from workbench.io.run_output import RunOutput
 from workbench.io.store import open_run
 from workbench.models.checkpoint import list_checkpoints, load_weights
 from workbench.option_checks import checked
+from workbench.schema.events import Event
 from workbench.training.callback import Callback, TrainingRun
 from workbench.training.recording import read_checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from workbench.callbacks.alarms import Alarm, Alarms, Attribution
-    from workbench.callbacks.recorder import Recorder
-    from workbench.callbacks.recorder.attached import AttachedRecorder
-    from workbench.io.run_output import RunOutput
-    from workbench.schema.events import Event
-
 
 #: Factor of each cut of the learning rate, smallest fraction of the planned rate that cuts reach, and maximum number of
 #: alarms of a run that are answered.

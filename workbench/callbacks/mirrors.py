@@ -17,17 +17,15 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from workbench.callbacks.observation import Alarm, Observation
 from workbench.errors import MissingPackageError, OptionError
 from workbench.io.run_output import issue_warning
 from workbench.schema.runs import PARTS
 from workbench.schema.statuses import RunState
-
-if TYPE_CHECKING:
-    from workbench.callbacks.observation import Alarm, Observation
 
 #: Most rows, and values in them, that wait for one mirror.
 _MOST_ROWS, _MOST_VALUES = 2000, 2_000_000

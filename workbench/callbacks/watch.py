@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import time
@@ -11,34 +12,28 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from workbench.callbacks.adapters import lightning_callback, trainer_callback
-from workbench.callbacks.alarms import Alarm, Alarms, Calibration
+from workbench.callbacks.alarms import Alarm, Alarms, Attribution, Calibration
+from workbench.callbacks.observation import Observation
 from workbench.callbacks.recorder import Recorder
+from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.budget import Cost
 from workbench.callbacks.recorder.joint_optimizer import optimizers_in
 from workbench.callbacks.recorder.options import is_first, meet, of_first_rank
 from workbench.callbacks.recorder.watched_contracts import WatchedContracts
+from workbench.contracts.results import CheckReport
 from workbench.errors import OptionError
 from workbench.formatting import listed, number_in_words
 from workbench.io.run_copy import store_path
 from workbench.models.calling import bare
 from workbench.option_checks import checked
 from workbench.option_kinds import Level, PositiveFloat, PositiveInt
+from workbench.probes.blame import Blame
 from workbench.training.training_plan import NO_OPTIONS
-
-if TYPE_CHECKING:
-    import os
-
-    from workbench.callbacks.alarms import Attribution
-    from workbench.callbacks.observation import Observation
-    from workbench.callbacks.recorder.attached import AttachedRecorder
-    from workbench.contracts.results import CheckReport
-    from workbench.probes.blame import Blame
-
 
 #: Maximum number of losses in the curve; when it is exceeded, every second one is dropped.
 _N_POINTS = 400

@@ -14,16 +14,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from workbench.diagnosis.causes import CAUSES, UNKNOWN
+from workbench.diagnosis.symptoms import Symptom
 from workbench.io.files import FileKind
 from workbench.schema.statuses import SymptomKind
-
-if TYPE_CHECKING:
-    from workbench.diagnosis.symptoms import Symptom
 
 _SHIPPED = Path(__file__).parent / "shipped" / "rules.json"
 _FILE = FileKind("a file of rules", "pass a file of this version")

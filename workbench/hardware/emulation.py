@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from workbench.errors import AnatomyError, OptionError, SnapshotError, WorkbenchError
 from workbench.formatting import counted
 from workbench.formatting import fine_percent as percent
+from workbench.hardware.plan import AssessmentPlan
 from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import count_examples, take_examples
 from workbench.models.calling import call_model, unwrap
@@ -23,11 +24,7 @@ from workbench.models.losses import auxiliary_loss, prediction_of
 from workbench.models.probing import family_options
 from workbench.tasks.task import mixed_seed
 from workbench.training import low_precision
-
-if TYPE_CHECKING:
-    from workbench.hardware.plan import AssessmentPlan
-    from workbench.training.training_plan import TrainingPlan
-
+from workbench.training.training_plan import TrainingPlan
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Batch = tuple[Any, Tensor]

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from workbench.hardware.number_formats import (
     lost_updates,
     updating,
 )
+from workbench.hardware.plan import AssessmentPlan
 from workbench.hardware.reduction import (
     accumulation_error,
     accumulation_shrinkage,
@@ -38,10 +39,6 @@ from workbench.models.batches import count_examples, take_examples
 from workbench.models.block_calls import Site
 from workbench.option_kinds import Measured
 from workbench.schema.statuses import CriterionState
-
-if TYPE_CHECKING:
-    from workbench.hardware.plan import AssessmentPlan
-
 
 #: Number of micro-batches whose gradients are measured with and without the effect.
 _N_BATCHES = 4

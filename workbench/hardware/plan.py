@@ -7,7 +7,7 @@ import inspect
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
@@ -19,11 +19,8 @@ from workbench.models.model_sizes import model_sizes, nearest_size
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeInt, PositiveFloat, PositiveInt, one_of
 from workbench.sweeps.run_settings import TASKS
+from workbench.tasks import Task
 from workbench.training.training_plan import SCHEDULES, TrainingPlan
-
-if TYPE_CHECKING:
-    from workbench.tasks import Task
-
 
 #: Floating-point formats of a plan.
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

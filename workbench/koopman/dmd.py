@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from workbench.errors import SnapshotError
-from workbench.koopman.moments import not_finite
+from workbench.koopman.moments import SnapshotMoments, not_finite
 from workbench.koopman.sketch import SnapshotSketch
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeFloat, PositiveInt, above, below, one_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from workbench.koopman.moments import SnapshotMoments
 
 #: Number of power iterations in the search for the leading directions.
 N_POWERS = 4

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from workbench.errors import SnapshotError
 from workbench.io.memory import give_back
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from workbench.koopman.dmd import WhitenedOperator
+from workbench.koopman.dmd import WhitenedOperator
 
 #: From this width on, the smallest that was measured, cuSOLVER's general eigensolver is at least three times as fast as
 #: LAPACK on the host (benchmarks/gpu.md).

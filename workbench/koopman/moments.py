@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from workbench.errors import SnapshotError
 from workbench.option_kinds import PositiveInt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Number of rows that are converted to float64 at a time, so that a long batch is never copied completely.
 CHUNK = 4096

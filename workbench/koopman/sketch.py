@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from workbench.errors import SnapshotError
 from workbench.io.memory import give_back
 from workbench.koopman.moments import check_snapshots, device_for_float64, not_finite
 from workbench.option_kinds import PositiveInt
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Random directions beyond the rank in the range finder, and its power iterations (Halko, Martinsson & Tropp 2011).
 _EXTRA, _N_ITERATIONS = 10, 4

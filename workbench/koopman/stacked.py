@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from workbench.koopman.dmd import N_POWERS, DmdOptions, first_sketch, ridge_of
 from workbench.koopman.moments import device_for_float64
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class StackedMoments:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,10 +35,7 @@ from workbench.models.stacks import (
     require_one_stream,
     stream_axis_of,
 )
-
-if TYPE_CHECKING:
-    from workbench.models.block_calls import Site
-    from workbench.models.subject import Subject
+from workbench.models.subject import Subject
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from workbench.models.column_matching import Columns, ColumnSource, NormStep, fi
 from workbench.models.layout import BATCH_FIRST, BatchLayout
 from workbench.models.readable_weights import on_device, read_parameter, readable
 from workbench.models.streaming import with_weights
+from workbench.models.subject import Subject
 from workbench.models.tracing import (
     BlockTrace,
     PackedAttention,
@@ -32,9 +33,6 @@ from workbench.models.tracing import (
     matrix_of,
     trace_blocks,
 )
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
 
 
 @dataclass(frozen=True)

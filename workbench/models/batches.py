@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,10 +13,7 @@ from torch import Tensor
 from workbench.errors import OptionError, SnapshotError
 from workbench.models.calling import tensors_of, with_values
 from workbench.models.layout import BATCH_FIRST, BatchLayout, require
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
-
+from workbench.models.subject import Subject
 
 #: Tokens in one forward pass, so that activations stay small for every input.
 _TOKENS_PER_PASS = 4096

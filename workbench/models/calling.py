@@ -7,17 +7,15 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed, nn
 
 from workbench.errors import AnatomyError, SnapshotError, WorkbenchError
+from workbench.models.subject import Subject
 from workbench.zoo.module_of import module_of
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
 
 
 def unwrap(model: Subject | nn.Module) -> nn.Module:

@@ -11,16 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from workbench.errors import CheckpointError
 from workbench.models.state_files import CONFIG, WEIGHT_KEYS, WEIGHTS, LazyTensor, check_safetensors, safetensors_state
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: File that lists the tensors of a folder and where they are.
 METADATA = ".metadata"

@@ -10,20 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.errors import CheckpointError
 from workbench.models.pretrained import errors_in_one_sentence, quiet_transformers, read_misfit, require_fit
 from workbench.models.state_files import CHECKPOINT, CONFIG, WEIGHTS, LazyTensor, read_state, some
 from workbench.models.weight_folders import ADAPTER_CONFIG, is_adapter, own_checkpoint, place_state, weight_places
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."

@@ -11,7 +11,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,11 @@ from workbench.models.anatomy import read_anatomy
 from workbench.models.batches import take_examples
 from workbench.models.calling import on_device_of, unwrap
 from workbench.models.probing import eval_mode
+from workbench.models.subject import Subject
 from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt
 from workbench.zoo import ZooModel
 from workbench.zoo.module_of import module_of
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
 
 #: Power iterations on a new matrix; the leading singular values of a random matrix are close together.
 _FIRST_ITERATIONS = 200

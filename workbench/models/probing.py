@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from itertools import chain, count
 from types import CodeType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workbench.errors import SnapshotError
 from workbench.models.calling import Option, as_written, config_options, configs_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Iterators that `copy.copy` copies with their position.
 _COPIED: tuple[type, ...] = (count, type(iter([])), type(iter(())), type(iter(range(0))))

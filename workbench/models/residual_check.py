@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,10 @@ from torch.utils._pytree import tree_map_only
 
 from workbench.errors import AnatomyError
 from workbench.models.batches import Batches
-from workbench.models.block_calls import has_matrix
+from workbench.models.block_calls import Site, has_matrix
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import on_device_of, run_model, runnable
 from workbench.models.probing import undisturbed
-
-if TYPE_CHECKING:
-    from workbench.models.block_calls import Site
 
 #: Minimum of the mean cosine between a small change of the state that enters and the resulting change of the state that
 #: leaves. Residual blocks, including Post-LN, had 0.5 and more; attention and MLP branches without residual below 0.15.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,8 @@ from workbench.models.block_calls import Site
 from workbench.models.calling import on_device_of, runnable, subject_in
 from workbench.models.readable_weights import read_parameter, readable
 from workbench.models.streaming import with_weights
+from workbench.models.subject import Subject
 from workbench.models.tracing import BlockTrace, ParameterSlice, Projection, TopChoice, trace_blocks
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
 
 
 @dataclass(frozen=True)

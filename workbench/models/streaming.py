@@ -8,21 +8,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.errors import CheckpointError
 from workbench.io.memory import free_memory
-from workbench.models.state_files import tied_names, unwrapped_names
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from workbench.models.state_files import LazyTensor
+from workbench.models.state_files import LazyTensor, tied_names, unwrapped_names
 
 #: Owner and attribute of a parameter or buffer.
 Key = tuple[nn.Module, str]

@@ -6,18 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.errors import CheckpointError, SnapshotError
+from workbench.models.streaming import StreamedWeights
 from workbench.option_kinds import PositiveInt
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from workbench.models.streaming import StreamedWeights
 
 
 class ByteTokenizer:

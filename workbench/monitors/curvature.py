@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,11 +14,9 @@ from workbench.errors import OptionError
 from workbench.models.calling import config_options, unwrap, visible_attention
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed
+from workbench.models.subject import Subject
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeFloat, PositiveInt, at_least
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
 
 
 class AnyOptimizer(Protocol):

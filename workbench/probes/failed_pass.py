@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from workbench.formatting import capitalized, counted, number_in_words
 from workbench.models.calling import bare, is_split, unwrap
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed, watch
+from workbench.models.subject import Subject
 from workbench.probes.pass_readings import (
     BadOperation,
     Call,
@@ -32,10 +33,6 @@ from workbench.probes.pass_readings import (
     read,
     readings_of,
 )
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
-
 
 #: Function from the model to its loss as a 0-dim tensor with a graph.
 LossOf = Callable[[nn.Module], Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,7 @@ from workbench.models.calling import unwrap
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed
 from workbench.models.readable_weights import Measurement, complete, in_pieces
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
-
+from workbench.models.subject import Subject
 
 #: Largest number of entries of gradients that wait for a common sum.
 _ON_HOST, _ON_DEVICE = 0, 1 << 22

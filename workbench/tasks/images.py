@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from torch import Tensor
 
 from workbench.errors import OptionError
 from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt, Seed, at_least, at_most
 from workbench.tasks.random_stream import RandomStream
 from workbench.tasks.task import STATES_PER_IMAGE, SeededTask, Split, mixed_seed, shuffled_rows
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SIDE, _N_DIGITS = 8, 10
 #: Fraction of the images in the validation split.

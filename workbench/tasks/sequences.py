@@ -7,18 +7,15 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from torch import Tensor
 
 from workbench.errors import OptionError, WorkbenchError
 from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt, Seed, at_least
 from workbench.tasks.task import SequenceTask, Split, batch_generator, mixed_seed, shuffled_rows
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 KINDS = ("repetition", "integer_run", "random_run")
 #: The lowest token id; those below are reserved for special tokens.

@@ -6,19 +6,17 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypedDict, TypeVar
 
 import torch
 from torch import nn
 
 from workbench.errors import OptionError
+from workbench.models.subject import Subject
 from workbench.option_checks import checked, unpacking
 from workbench.option_kinds import Bound, Measured, NonNegativeInt, PositiveFloat, PositiveInt, one_of
 from workbench.training.muon import muon_for
 from workbench.zoo.module_of import module_of
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
 
 DEFAULT_RATE = 1e-3
 #: The default of arguments that are mappings.

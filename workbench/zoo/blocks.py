@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from workbench.zoo.architecture_config import ArchitectureConfig
+from workbench.zoo.architecture_config import ArchitectureConfig
 
 
 class Branch(nn.Module, ABC):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from workbench.errors import OptionError
 from workbench.option_checks import unpacking
@@ -24,12 +24,7 @@ from workbench.zoo.blocks import (
     final_norm,
 )
 from workbench.zoo.decoders import KanTransformer, Mamba, MambaMixer, MoeTransformer, Transformer
-from workbench.zoo.module_of import module_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from workbench.zoo.module_of import HoldsModel
+from workbench.zoo.module_of import HoldsModel, module_of
 
 
 class VisionTransformer(ZooModel):

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from workbench.errors import OptionError, WorkbenchError
+from workbench.zoo.architecture_config import ArchitectureConfig
 from workbench.zoo.blocks import Block, Branch, KanMlp, ResidualBlock, ZooModel, dense_mlp, final_norm, norm
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from workbench.zoo.architecture_config import ArchitectureConfig
 
 
 class Decoder(ZooModel):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from workbench.callbacks.observation import Observation
+from workbench.callbacks.observation import Observation
 
 #: Signals of the part ``attention`` that compare queries and keys over a window of updates.
 _OVER_A_WINDOW = ("frobenius_norm", "stable_rank", "effective_rank", "spectral_entropy")

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,12 @@ from torch.nn.utils import parametrize
 
 from workbench.errors import OptionError
 from workbench.models.parametrizations import require_unparametrized, unparametrize
+from workbench.models.subject import Subject
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeFloat, PositiveFloat, PositiveInt, at_least, below, one_of
 from workbench.training.training_plan import DEFAULT_RATE
 from workbench.zoo.decoders import Transformer
 from workbench.zoo.module_of import module_of
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
-
 
 WEIGHT_DECAY = 0.01
 Decay = Annotated[float, at_least(0), below(1)]

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from workbench.errors import AnatomyError
@@ -22,15 +23,10 @@ from workbench.models.anatomy import Anatomy, read_anatomy
 from workbench.models.batches import take_examples
 from workbench.models.block_hooks import BlockCall, BlockHooks
 from workbench.models.calling import entrances, has_forward, on_device_of, unwrap
+from workbench.models.subject import Subject
 from workbench.option_checks import check_fields
 from workbench.option_kinds import Fraction, NonNegativeFloat, PositiveInt, one_of
 from workbench.training.callback import Callback, TrainingRun
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from workbench.models.subject import Subject
-
 
 LAYERS = ("half", "all")
 

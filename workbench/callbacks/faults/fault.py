@@ -6,19 +6,16 @@ import importlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workbench.callbacks.observation import Observers
 from workbench.errors import OptionError
 from workbench.models.batches import count_examples, take_examples
 from workbench.option_checks import check_fields, checked
 from workbench.option_kinds import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, one_of
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 @dataclass(kw_only=True, eq=False)

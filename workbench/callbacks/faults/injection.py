@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from workbench.callbacks.attachment import Attachment
 from workbench.callbacks.faults.communication import (
@@ -34,10 +35,6 @@ from workbench.models.probing import undisturbed
 from workbench.tasks.task import mixed_seed
 from workbench.training.callback import Callback, PassFunction, PassResult, TrainingRun
 from workbench.training.loop import takes_several_passes
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
 
 _OF_GRADIENTS = (DroppedBucket, LowPrecisionReduction, StaleReduction)
 _AnyFault = TypeVar("_AnyFault", bound=Fault)

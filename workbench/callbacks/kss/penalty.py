@@ -5,23 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import softplus
 
 from workbench.errors import OptionError
 from workbench.koopman.dmd import DmdOptions
-from workbench.koopman.stacked import ProjectedOperator
+from workbench.koopman.stacked import ProjectedOperator, StackedMoments
+from workbench.models.readable_weights import Measurement
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeFloat, PositiveFloat, PositiveInt, one_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from workbench.koopman.stacked import StackedMoments
-    from workbench.models.readable_weights import Measurement
 
 #: Reasons why a layer has no penalty.
 NOT_FINITE, ILL_DEFINED = "not finite", "ill-defined"

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils.hooks import RemovableHandle
 
 from workbench.callbacks.kss.control import ControlValues, KSSControls
 from workbench.callbacks.kss.penalty import LayerPenalty, layer_penalties
@@ -42,13 +43,9 @@ from workbench.models.readable_weights import (
     read_numbers,
 )
 from workbench.models.residual_check import require_residuals
+from workbench.models.subject import Subject
 from workbench.training.callback import Callback, TrainingRun
 from workbench.zoo.module_of import module_of
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from workbench.models.subject import Subject
 
 #: A trust region on the energy gain takes eigenvalues only in one of this many measurements.
 SPECTRA_EVERY = 10
