@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from workbench.errors import CheckpointError, OptionError, StoreError, WorkbenchError
 from workbench.io.atomic import check_free
 from workbench.io.files import FileKind
-from workbench.schema.statuses import ExitStatus, Verdict
+from workbench.schema.statuses import ExitStatus
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -33,12 +33,65 @@ _TREE_SUFFIXES = (".nc", ".zarr")
 _ROOT = Path(__file__).resolve().parent.parent
 _TEXT = FileKind("a text file in UTF-8", "pass one sequence per line", name="--text")
 _DESIGN = FileKind("a design", "write options of wb.zoo, or pass a config.json", OptionError, "MODEL", 1 << 24)
-_STATUSES: dict[int, str] = {verdict.exit_status: verdict for verdict in Verdict}
-_STATUSES |= {ExitStatus.BAD_INPUT: "invalid input", ExitStatus.BROKEN: "internal error"}
-
 
 #: Exit status, facts for machines, and what a person reads.
 Outcome = tuple[int, Mapping[str, Any], str]
+_Run = Callable[[argparse.Namespace], Outcome]
+#: Names and options of an argument.
+_Argument = tuple[tuple[str, ...], dict[str, Any]]
+#: Commands by their functions, whose docstrings describe them: an example, and the arguments.
+_COMMANDS: dict[_Run, tuple[str, tuple[_Argument, ...]]] = {}
+
+
+def _argument(*names: str, **options: Any) -> _Argument:
+    return names, options
+
+
+def _flag(name: str, about: str) -> _Argument:
+    return (name,), {"action": "store_true", "help": about}
+
+
+def _several(name: str, metavar: str, about: str, **options: Any) -> _Argument:
+    return (name,), {"action": "append", "default": [], "metavar": metavar, "help": f"{about}; repeatable", **options}
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise ValueError
+    return value
+
+
+_FOR_ALL = _flag("--json", "print the results as JSON"), _flag("--quiet", "no progress on standard error")
+_OVERWRITE = _flag("--overwrite", "replace existing files")
+_TREE = _argument("--tree", type=Path, metavar="DATA", help="data to write: all measurements, .nc or .zarr")
+_FILES = _several("--out", "REPORT", "report to write: .html, .md or .ipynb", type=Path), _TREE, _OVERWRITE
+_SCRIPT = _argument("command", nargs="*", metavar="-- COMMAND", help="python SCRIPT ... or torchrun ...")
+_CHOICE = (
+    _argument("--text", type=Path, help="a text file, one sequence per line (default: reference passages)"),
+    _argument("--n-snapshots", type=int, default=2048, metavar="N", help="token states (default 2048)"),
+    _argument("--seed", type=int, default=0, help="seed of the choice of tokens (default 0)"),
+)
+_DESIGNED = (
+    _argument(
+        "model",
+        metavar="MODEL",
+        help="a known name (gpt2, llama-2-7b, ...), a checkpoint folder, a config.json, or options of wb.zoo as .toml "
+        "or .json",
+    ),
+    _argument("--plan", type=Path, metavar="PLAN.toml", help="training, hardware and target (default: AdamW at 1e-3)"),
+    _flag("--own-weights", "the parameters of the checkpoint instead of new ones"),
+    _argument("--seed", type=int, default=0, help="seed of parameters and data (default 0)"),
+)
+
+
+def _command(example: str, *arguments: _Argument) -> Callable[[_Run], _Run]:
+    """Return a decorator that adds a command, named after its function."""
+
+    def add(run: _Run) -> _Run:
+        _COMMANDS[run] = example, arguments
+        return run
+
+    return add
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +128,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ExitStatus.BROKEN
 
 
+@_command(
+    "workbench check -- python train.py",
+    _argument("--updates", type=_count, default=20, metavar="N", help="updates before the tests (default 20)"),
+    _several("--accept", "ID", "contract that is broken on purpose"),
+    _flag("--go-on", "continue the training after the tests"),
+    _several("--out", "REPORT", "page or results to write: .html or .json", type=Path),
+    _OVERWRITE,
+    _SCRIPT,
+)
 def _check(given: argparse.Namespace) -> Outcome:
+    """Test whether a training is wired as its author believes.
+
+    A training script runs for some updates, without a change to it, and its contracts are tested on copies. Exit
+    status: 0 all hold, 1 some are broken, 2 some could not be tested, 3 invalid input, 5 internal error.
+    """
     from workbench.contracts.results import KEYS
     from workbench.contracts.script import check_script, exit_status
 
@@ -97,7 +164,15 @@ def _check(given: argparse.Namespace) -> Outcome:
     return exit_status(report), report.as_json(), str(report)
 
 
+@_command(
+    "workbench profile ./my-checkpoint",
+    _argument("model", metavar="MODEL", help="a checkpoint folder, hub name or .gguf file"),
+    *_CHOICE,
+    _TREE,
+    _OVERWRITE,
+)
 def _profile(given: argparse.Namespace) -> Outcome:
+    """Measure the Koopman spectra of a checkpoint."""
     _check_tree_path(given.tree, overwrite=given.overwrite)
     import workbench as wb
 
@@ -113,7 +188,13 @@ def _profile(given: argparse.Namespace) -> Outcome:
     return 0, {"model": given.model, **facts}, "\n".join(lines)
 
 
+@_command(
+    "workbench compare ./checkpoint-100 ./checkpoint-200",
+    _argument("models", nargs="+", metavar="MODEL", help="a checkpoint, or a run as .zarr or .nc"),
+    *_CHOICE,
+)
 def _compare(given: argparse.Namespace) -> Outcome:
+    """Compare the Koopman spectra of checkpoints or recorded runs."""
     import workbench as wb
 
     data = {}
@@ -131,7 +212,20 @@ def _compare(given: argparse.Namespace) -> Outcome:
     return 0, facts, table.to_string(float_format=lambda value: f"{value:.3g}")
 
 
+@_command(
+    "workbench watch -- python train.py",
+    _argument("--store", metavar="STORE", help="path or URL of the record (default: a new one in runs/)"),
+    _several("--log", "LOGGER", "a logger, such as wandb"),
+    _several("--notify", "URL", "receiver of alarms"),
+    _flag("--resume", "continue the run in the store"),
+    _flag("--overwrite", "replace the run in the store"),
+    _SCRIPT,
+)
 def _watch(given: argparse.Namespace) -> Outcome:
+    """Record a training script and raise alarms, without a change to it.
+
+    The training is bit for bit the same. The exit status is that of the script.
+    """
     from datetime import datetime
 
     from workbench.callbacks.watched_script import watch_script
@@ -154,13 +248,27 @@ def _watch(given: argparse.Namespace) -> Outcome:
     return status, {**facts, "exit_status": status}, text
 
 
+@_command(
+    "workbench follow ssh://host/path/runs/a.zarr",
+    _argument("run_path", metavar="RUN", help="a store or its URL, or a log"),
+    _flag("--once", "print the screen once"),
+)
 def _follow(given: argparse.Namespace) -> Outcome:
+    """Show how a run is doing, here or far away, until q is pressed.
+
+    The run may be finished, or still be written. --json prints the facts once.
+    """
     from workbench.terminal import facts_of, follow
 
     return 0, facts_of(given.run_path) if given.json else follow(given.run_path, once=given.once), ""
 
 
+@_command(
+    "workbench runs s3://bucket/runs",
+    _argument("folder", nargs="?", default="runs", metavar="FOLDER", help="a folder or its URL (default runs)"),
+)
 def _runs(given: argparse.Namespace) -> Outcome:
+    """List the runs in a folder or bucket with state, first alarm and cause."""
     import workbench as wb
 
     table = wb.list_runs(given.folder)
@@ -169,7 +277,14 @@ def _runs(given: argparse.Namespace) -> Outcome:
     return 0, {"runs": rows}, shown.to_string(na_rep="") if len(shown) else f"There are no runs in {given.folder}."
 
 
+@_command(
+    "workbench find-rate gpt2 --steps 1000",
+    *_DESIGNED,
+    _argument("--steps", type=_count, metavar="N", help="updates of the training (default: those of the plan)"),
+    _argument("--budget", type=_count, default=1000, metavar="N", help="updates of the pilot (default 1000)"),
+)
 def _find_rate(given: argparse.Namespace) -> Outcome:
+    """Estimate the best learning rate and the band of useful ones by a pilot."""
     from dataclasses import replace
 
     import workbench as wb
@@ -189,7 +304,12 @@ def _find_rate(given: argparse.Namespace) -> Outcome:
     return 0, {name: value for name, value in vars(found).items() if name != "data"}, str(found)
 
 
+@_command("workbench assess gpt2 --plan plan.toml --out gpt2.html", *_DESIGNED, *_FILES)
 def _assess(given: argparse.Namespace) -> Outcome:
+    """Assess a design and a plan before training.
+
+    Exit status: 0 proceed, 1 at risk, 2 refuse, 3 invalid input, 4 cannot say, 5 internal error.
+    """
     _check_outputs(given)
     import workbench as wb
     from workbench.assessment.assess import assess
@@ -200,7 +320,17 @@ def _assess(given: argparse.Namespace) -> Outcome:
     return int(tree.attrs["exit_status"]), *_written(tree, given, f"{tree.attrs['verdict']}: {tree.attrs['summary']}")
 
 
+@_command(
+    "workbench diagnose runs/a.zarr --out a.html",
+    _argument("run_path", metavar="RUN", help="a store or its URL, or a log: text, CSV, JSON, TensorBoard events"),
+    *_FILES,
+)
 def _diagnose(given: argparse.Namespace) -> Outcome:
+    """Look for the causes of a failed run in its record.
+
+    Name the causes that the record does not exclude, or report that no fault was found. Exit status: 0 done, 3 invalid
+    input, 5 internal error.
+    """
     _check_outputs(given)
     from workbench.diagnosis.diagnose import diagnose
 
@@ -208,7 +338,13 @@ def _diagnose(given: argparse.Namespace) -> Outcome:
     return 0, *_written(tree, given, tree.attrs["summary"])
 
 
+@_command(
+    "workbench report runs/a.zarr --out a.html",
+    _argument("data", metavar="DATA", help="what --tree wrote, or a run, or a log"),
+    *_FILES,
+)
 def _report(given: argparse.Namespace) -> Outcome:
+    """Write a report of saved data, or of a run, which is diagnosed."""
     _check_outputs(given)
     from workbench.diagnosis.diagnose import diagnose
     from workbench.io.store import open_run_or_log
@@ -218,7 +354,13 @@ def _report(given: argparse.Namespace) -> Outcome:
     return 0, *_written(tree, given, "")
 
 
+@_command(
+    "workbench demo",
+    _argument("--store", default="runs/demo.zarr", metavar="STORE", help="record (default runs/demo.zarr)"),
+    _flag("--overwrite", "replace the record"),
+)
 def _demo(given: argparse.Namespace) -> Outcome:
+    """Train a small model whose attention breaks, watch it and diagnose it; half a minute."""
     import torch
 
     import workbench as wb
@@ -250,20 +392,43 @@ def _demo(given: argparse.Namespace) -> Outcome:
     return 0, facts(tree), text
 
 
+@_command("workbench mcp runs", _argument("folder", metavar="FOLDER", help="a folder of runs, or its URL"))
 def _mcp(given: argparse.Namespace) -> Outcome:
+    """Answer agents about runs by the Model Context Protocol, read-only.
+
+    The server speaks on standard input and output.
+    """
     from workbench.agents import store_server
 
     store_server(given.folder).run("stdio")
     return 0, {}, ""
 
 
+@_command(
+    "workbench practice --cases 10 -- my-agent --mcp {url}",
+    _argument(
+        "--level", default="3", help="1 (clear) to 5 (mild, or two causes), or wiring: trainings with a wrong line"
+    ),
+    _argument("--cases", type=_count, default=10, metavar="N", help="number of cases (default 10)"),
+    _SCRIPT,
+)
 def _practice(given: argparse.Namespace) -> Outcome:
+    """Score an agent on practice cases: runs or trainings with a hidden cause.
+
+    The command is run once for each case; {url} stands for the address of an MCP server with the tools of the case,
+    which is also in WORKBENCH_CASE_URL.
+    """
     from workbench.agents import practice
 
     return 0, *practice(_command_of(given), given.level, range(given.cases), progress=not given.quiet)
 
 
+@_command(
+    "workbench lab notebooks/00_start.ipynb",
+    _argument("notebook", nargs="?", default="notebooks/00_start.ipynb", metavar="NOTEBOOK"),
+)
 def _lab(given: argparse.Namespace) -> Outcome:
+    """Open the notebooks in JupyterLab."""
     script = _ROOT / "tools" / "lab.py"
     if not script.exists():
         raise StoreError("The notebooks are not installed with the package; run 'make lab' in the repository.")
@@ -384,196 +549,16 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="workbench", description=__doc__.split("\n\n")[0], epilog=_COMPLETION)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def add(name: str, run: Callable[[argparse.Namespace], Outcome], about: str, example: str, more: str = "") -> Any:
-        """Add a command with what all of them have."""
+    for run, (example, arguments) in _COMMANDS.items():
+        about, name = str(run.__doc__), run.__name__.strip("_").replace("_", "-")
+        short = about.partition("\n")[0].rstrip(".")
         command = commands.add_parser(
-            name, help=about, description=f"{about[0].upper()}{about[1:]}. {more}".strip(), epilog=f"Example: {example}"
+            name, help=short[0].lower() + short[1:], description=about, epilog=f"Example: {example}"
         )
         command.set_defaults(run=run, example=example)
-        if run not in (_lab, _mcp):
-            command.add_argument("--json", action="store_true", help="print the results as JSON")
-            command.add_argument("--quiet", action="store_true", help="no progress on standard error")
-        return command
-
-    def command_line(command: Any) -> None:
-        command.add_argument("command", nargs="*", metavar="-- COMMAND", help="python SCRIPT ... or torchrun ...")
-
-    check = add(
-        "check",
-        _check,
-        "test whether a training is wired as its author believes",
-        "workbench check -- python train.py",
-        "A training script runs for some updates, without a change to it, and its contracts are tested on copies. Exit "
-        "status: 0 all hold, 1 some are broken, 2 some could not be tested, 3 invalid input, 5 internal error.",
-    )
-    check.add_argument("--updates", type=_count, default=20, metavar="N", help="updates before the tests (default 20)")
-    check.add_argument(
-        "--accept", action="append", default=[], metavar="ID", help="contract that is broken on purpose; repeatable"
-    )
-    check.add_argument("--go-on", action="store_true", help="continue the training after the tests")
-    _add_reports(check, "page or results to write: .html or .json")
-    command_line(check)
-
-    profile = add(
-        "profile", _profile, "measure the Koopman spectra of a checkpoint", "workbench profile ./my-checkpoint"
-    )
-    profile.add_argument("model", metavar="MODEL", help="a checkpoint folder, hub name or .gguf file")
-    compare = add(
-        "compare",
-        _compare,
-        "compare the Koopman spectra of checkpoints or recorded runs",
-        "workbench compare ./checkpoint-100 ./checkpoint-200",
-    )
-    compare.add_argument("models", nargs="+", metavar="MODEL", help="a checkpoint, or a run as .zarr or .nc")
-    for each in (profile, compare):
-        each.add_argument("--text", type=Path, help="a text file, one sequence per line (default: reference passages)")
-        each.add_argument("--n-snapshots", type=int, default=2048, metavar="N", help="token states (default 2048)")
-        each.add_argument("--seed", type=int, default=0, help="seed of the choice of tokens (default 0)")
-    _add_data_output(profile)
-
-    watch = add(
-        "watch",
-        _watch,
-        "record a training script and raise alarms, without a change to it",
-        "workbench watch -- python train.py",
-        "The training is bit for bit the same. The exit status is that of the script.",
-    )
-    watch.add_argument("--store", metavar="STORE", help="path or URL of the record (default: a new one in runs/)")
-    watch.add_argument(
-        "--log", action="append", default=[], metavar="LOGGER", help="a logger, such as wandb; repeatable"
-    )
-    watch.add_argument("--notify", action="append", default=[], metavar="URL", help="receiver of alarms; repeatable")
-    watch.add_argument("--resume", action="store_true", help="continue the run in the store")
-    watch.add_argument("--overwrite", action="store_true", help="replace the run in the store")
-    command_line(watch)
-
-    follow = add(
-        "follow",
-        _follow,
-        "show how a run is doing, here or far away, until q is pressed",
-        "workbench follow ssh://host/path/runs/a.zarr",
-        "The run may be finished, or still be written. --json prints the facts once.",
-    )
-    follow.add_argument("run_path", metavar="RUN", help="a store or its URL, or a log")
-    follow.add_argument("--once", action="store_true", help="print the screen once")
-    runs = add(
-        "runs",
-        _runs,
-        "list the runs in a folder or bucket with state, first alarm and cause",
-        "workbench runs s3://bucket/runs",
-    )
-    runs.add_argument("folder", nargs="?", default="runs", metavar="FOLDER", help="a folder or its URL (default runs)")
-
-    rate = add(
-        "find-rate",
-        _find_rate,
-        "estimate the best learning rate and the band of useful ones by a pilot",
-        "workbench find-rate gpt2 --steps 1000",
-    )
-    assess = add(
-        "assess",
-        _assess,
-        "assess a design and a plan before training",
-        "workbench assess gpt2 --plan plan.toml --out gpt2.html",
-        f"Exit status: {', '.join(f'{status} {meaning}' for status, meaning in sorted(_STATUSES.items()))}.",
-    )
-    for each in (rate, assess):
-        each.add_argument(
-            "model",
-            metavar="MODEL",
-            help="a known name (gpt2, llama-2-7b, ...), a checkpoint folder, a config.json, or options of wb.zoo as "
-            ".toml or .json",
-        )
-        each.add_argument(
-            "--plan", type=Path, metavar="PLAN.toml", help="training, hardware and target (default: AdamW at 1e-3)"
-        )
-        each.add_argument(
-            "--own-weights", action="store_true", help="the parameters of the checkpoint instead of new ones"
-        )
-        each.add_argument("--seed", type=int, default=0, help="seed of parameters and data (default 0)")
-    rate.add_argument("--steps", type=_count, metavar="N", help="updates of the training (default: those of the plan)")
-    rate.add_argument("--budget", type=_count, default=1000, metavar="N", help="updates of the pilot (default 1000)")
-    _add_reports(assess)
-    _add_data_output(assess)
-
-    diagnose = add(
-        "diagnose",
-        _diagnose,
-        "look for the causes of a failed run in its record",
-        "workbench diagnose runs/a.zarr --out a.html",
-        "Name the causes that the record does not exclude, or report that no fault was found. Exit status: 0 done, 3 "
-        "invalid input, 5 internal error.",
-    )
-    diagnose.add_argument(
-        "run_path", metavar="RUN", help="a store or its URL, or a log: text, CSV, JSON, TensorBoard events"
-    )
-    report = add(
-        "report",
-        _report,
-        "write a report of saved data, or of a run, which is diagnosed",
-        "workbench report runs/a.zarr --out a.html",
-    )
-    report.add_argument("data", metavar="DATA", help="what --tree wrote, or a run, or a log")
-    for each in (diagnose, report):
-        _add_reports(each)
-        _add_data_output(each)
-
-    demo = add(
-        "demo",
-        _demo,
-        "train a small model whose attention breaks, watch it and diagnose it; half a minute",
-        "workbench demo",
-    )
-    demo.add_argument("--store", default="runs/demo.zarr", metavar="STORE", help="record (default runs/demo.zarr)")
-    demo.add_argument("--overwrite", action="store_true", help="replace the record")
-
-    mcp = add(
-        "mcp",
-        _mcp,
-        "answer agents about runs by the Model Context Protocol, read-only",
-        "workbench mcp runs",
-        "The server speaks on standard input and output.",
-    )
-    mcp.add_argument("folder", metavar="FOLDER", help="a folder of runs, or its URL")
-    practice = add(
-        "practice",
-        _practice,
-        "score an agent on practice cases: runs or trainings with a hidden cause",
-        "workbench practice --cases 10 -- my-agent --mcp {url}",
-        "The command is run once for each case; {url} stands for the address of an MCP server with the tools of the "
-        "case, which is also in WORKBENCH_CASE_URL.",
-    )
-    practice.add_argument(
-        "--level", default="3", help="1 (clear) to 5 (mild, or two causes), or wiring: trainings with a wrong line"
-    )
-    practice.add_argument("--cases", type=_count, default=10, metavar="N", help="number of cases (default 10)")
-    command_line(practice)
-
-    lab = add("lab", _lab, "open the notebooks in JupyterLab", "workbench lab notebooks/00_start.ipynb")
-    lab.add_argument("notebook", nargs="?", default="notebooks/00_start.ipynb", metavar="NOTEBOOK")
+        for names, options in (*(() if run in (_lab, _mcp) else _FOR_ALL), *arguments):
+            command.add_argument(*names, **options)
     return parser
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-def _add_reports(parser: argparse.ArgumentParser, about: str = "report to write: .html, .md or .ipynb") -> None:
-    parser.add_argument(
-        "--out", type=Path, action="append", default=[], metavar="REPORT", help=f"{about}; may be repeated"
-    )
-    if not any(action.dest == "overwrite" for action in parser._actions):
-        parser.add_argument("--overwrite", action="store_true", help="replace existing files")
-
-
-def _add_data_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tree", type=Path, metavar="DATA", help="data to write: all measurements, .nc or .zarr")
-    if not any(action.dest == "overwrite" for action in parser._actions):
-        parser.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
 if __name__ == "__main__":
