@@ -25,7 +25,7 @@ def without_attr(ds, name):
     ("change", "error"),
     [
         (lambda ds: ds.drop_vars("residual"), says("The dataset is not a spectra dataset: it lacks residual;")),
-        (lambda ds: ds.assign(eigenvalue=ds.eigenvalue.T), says(")); rename or transpose it.")),
+        (lambda ds: ds.assign(eigenvalue=ds.eigenvalue.T), says(")); transpose it.")),
         (lambda ds: ds.assign(eigenvalue=np.abs(ds.eigenvalue)), says("convert it with astype().")),
         (
             lambda ds: ds.assign(near_unit_mass=ds.near_unit_mass + 0.5),

@@ -97,9 +97,7 @@ class ArchitectureComparison(WorkbenchWidget):
         self.runs = {str(name): RecordedRun(str(name), run) for name, run in runs.items()}
         unknown = [name for name in (published if isinstance(published, Mapping) else ()) if name not in self.runs]
         if unknown:
-            raise SchemaError(
-                f"published names the run '{unknown[0]}', which does not exist; the runs are {', '.join(self.runs)}."
-            )
+            raise SchemaError(f"published names an unknown run '{unknown[0]}'; the runs are {', '.join(self.runs)}.")
         self.views: dict[str, ComparisonView] = {name: kind(self.turn, theme) for name, kind in _VIEWS.items()}
         self._check_view(view)
         self._is_writing = False
@@ -172,9 +170,7 @@ class ArchitectureComparison(WorkbenchWidget):
     def layers(self, layers: tuple[int, int]) -> None:
         first, last = min(layers), max(layers)
         if not 0 <= first <= last <= self._n_layers - 1:
-            raise OptionError(
-                f"There are no layers {first} to {last}; choose first and last from 0 to {self._n_layers - 1}."
-            )
+            raise OptionError(f"There are no layers {first} to {last}; choose from 0 to {self._n_layers - 1}.")
         self._layers.value = (first, last)
 
     @property

@@ -157,7 +157,7 @@ class AssessmentReport(MeasuringWidget):
         """
         if self._subject is None:
             raise OptionError(
-                "There is nothing to measure, because this report shows a given tree; create one with subject=."
+                "There is nothing to measure, as this report shows a given tree; create one with subject=."
             )
         subject, task, plan, seed = self._subject, self._task, self._plan, self._seed
 
@@ -181,9 +181,7 @@ class AssessmentReport(MeasuringWidget):
         if kind != "diagnosis":
             raise OptionError("Only a diagnosis has experiments; pass a tree from wb.diagnose().")
         if self._model is None or self._task is None:
-            raise OptionError(
-                "An experiment needs the model and the task of the run; pass model= and task= with the tree."
-            )
+            raise OptionError("An experiment needs the model and the task of the run; pass model= and task= too.")
         tree, model, task, replay = known(self._tree), self._model, self._task, self._replay
 
         def job(check: Callable[[], None], tell: Callable[[str], None]) -> xr.DataTree:

@@ -268,7 +268,7 @@ def test_a_run_that_cannot_be_diagnosed_is_rejected(tmp_path):
         diagnose(tmp_path / "none.zarr")
     with pytest.raises(SchemaError, check=says("The run has no monitors with a loss to diagnose; record it")):
         diagnose(xr.Dataset({"accuracy": ("step", [1.0])}, coords={"step": [0]}))
-    with pytest.raises(SchemaError, check=says("recorded steps, too few to diagnose; record more steps.")):
+    with pytest.raises(SchemaError, check=says("recorded steps, too few to diagnose; record more.")):
         diagnose(xr.Dataset({"loss": ("step", [1.0, 0.9])}, coords={"step": [0, 1]}))
     with pytest.raises(StoreError, check=about("run", (1, 2))):
         diagnose([1, 2])

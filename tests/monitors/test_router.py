@@ -98,5 +98,5 @@ def test_change_counts_new_choices_in_any_order(seed):
 def test_invalid_choices_are_rejected():
     with pytest.raises(OptionError, check=says("experts; pass the number of experts of this router.")):
         expert_load(torch.tensor([[0], [4]]), 4)
-    with pytest.raises(OptionError, check=says("differ; pass the same tokens.")):
+    with pytest.raises(OptionError, check=says("differ; pass equal tokens.")):
         routing_change(torch.zeros(2, 1), torch.zeros(3, 1))

@@ -199,7 +199,7 @@ def test_wrong_input_is_rejected(runs):
             wb.compare(runs, at=wrong)
     with pytest.raises(SchemaError, check=says("choose from Pre-LN, Post-LN, RMSNorm, DeepNorm, SubLN,")):
         wb.compare(runs, published={"bare": "GPT"})
-    with pytest.raises(SchemaError, check=says("but the runs are Pre-LN, none, bare; use one of these names.")):
+    with pytest.raises(SchemaError, check=says("but the runs are Pre-LN, none, bare; use one of these.")):
         wb.compare(runs, published={"other": "KAN"})
     with pytest.raises(OptionError, check=says("apply wb.remeasure() with the same thresholds first.")):
         wb.compare({"a": runs["bare"], "b": wb.remeasure(runs["bare"], near_unit_upper=1.2)})

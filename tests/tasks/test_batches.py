@@ -118,7 +118,7 @@ def test_states_are_counted():
             {"input_ids": TOKENS, "labels": TOKENS[:, 1:]},
             says("expected the same shape, or one class for each example."),
         ),
-        ({"input_ids": [[1, 2], [3]]}, says("input_ids cannot be converted to a tensor (expected")),
+        ({"input_ids": [[1, 2], [3]]}, says("input_ids is no tensor (expected")),
         ({"input_ids": list(TOKENS)}, says("input_ids is a list of tensors, which may be transposed;")),
     ],
 )

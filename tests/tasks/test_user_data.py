@@ -448,7 +448,7 @@ def test_a_source_that_is_empty_in_the_second_epoch_is_rejected_then():
             yield from self.batches
 
     stream = wb.tasks.as_task(Exhausted()).stream()
-    with pytest.raises(WorkbenchError, check=says("pass one that can be read repeatedly.")):
+    with pytest.raises(WorkbenchError, check=says("pass one that can be read again.")):
         list(islice(stream, 9))
 
 

@@ -78,9 +78,7 @@ class Scene:
         """Return the spectra by title instead of name, for a separate figure."""
         spectra = {self.runs[name].title(self.step): data for name, data in self.spectra().items()}
         if not spectra:
-            raise OptionError(
-                f"None of the models shown has spectra at or before step {self.step}; choose a later step."
-            )
+            raise OptionError(f"No model shown has spectra at or before step {self.step}; choose a later step.")
         return spectra
 
 
@@ -263,7 +261,5 @@ def _steps(name: str, spectra: xr.Dataset) -> np.ndarray:
         return np.zeros(1, np.int64)
     steps = spectra["step"].values if "step" in spectra.coords else np.zeros(0)
     if not len(steps) or (np.diff(steps) <= 0).any():
-        raise SchemaError(
-            f"Run '{name}' needs a coordinate 'step' with at least one step and strictly increasing values."
-        )
+        raise SchemaError(f"Run '{name}' needs a coordinate 'step' with at least one step and increasing values.")
     return steps.astype(np.int64)

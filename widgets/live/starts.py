@@ -245,7 +245,7 @@ class Start:
             if (each.start, each.run) == (saved.start, name) and each.step <= saved.step:
                 return each
         raise StoreError(
-            f"The run {name} has no checkpoint up to step {saved.step} of start {saved.start}; choose a later one."
+            f"The run {name} has no checkpoint up to step {saved.step} of start {saved.start}; choose another."
         )
 
 

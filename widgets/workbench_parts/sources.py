@@ -257,9 +257,7 @@ def source_of(text: str, folder: Path) -> Source:
     if kind is None and (path.name == "config.json" or (path / "config.json").is_file()):
         kind = Kind.PUBLISHED  # a configuration without parameters
     if kind is None:
-        raise StoreError(
-            f"{text} is neither a run, a log, a sweep, a checkpoint, a design nor a plan; choose one of these."
-        )
+        raise StoreError(f"{text} is neither a run, a log, a sweep, a checkpoint, a design nor a plan; choose one.")
     return source_at(path, kind, OPENED, base=folder)
 
 

@@ -372,9 +372,7 @@ def compare_designs(
         raise OptionError.of("designs", designs, "a mapping of at least two designs", remedy="add another design")
     for name in designs:
         if not name or "/" in name or name in _RESERVED:
-            raise OptionError(
-                f"The name '{name}' cannot be used for a design; choose a name without '/' other than 'designs'."
-            )
+            raise OptionError(f"The name '{name}' is not allowed for a design; choose one without '/', not 'designs'.")
     plan = read_plan(plan)
     size = {"width": plan.target.width, "depth": plan.target.depth}
     found = {name: measured_model(subject, seed=seed, **size) for name, subject in designs.items()}

@@ -133,9 +133,7 @@ def measured_model(subject: Any, *, seed: int = 0, width: int | None = None, dep
             return MeasuredModel(config.model_type, model, None, False, None, None, seed)
         found = _at_target(own, width, depth)
     elif width is None or depth is None:
-        raise OptionError(
-            "The size of a design given as a function is unknown; add [target] with width and depth to the plan."
-        )
+        raise OptionError("The size of a design given as a function is unknown; add [target] with both to the plan.")
     else:
         found = design(subject, width=width, depth=depth)
     if found.n_weights() <= MAX_PARAMETERS:
@@ -237,9 +235,7 @@ def require_loss(model: nn.Module, task: Task, loss: Callable[[Tensor, Tensor], 
             ) from error
         if not isinstance(value, torch.Tensor) or value.ndim:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise OptionError(
-                f"loss= returned {got} for {name} in {task_name}, expected a 0-dim tensor; return the mean."
-            )
+            raise OptionError(f"loss= returned {got} for {name} in {task_name}, expected a scalar; return the mean.")
         return
     if not isinstance(found, torch.Tensor):
         raise OptionError(

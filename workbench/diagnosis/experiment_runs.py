@@ -134,9 +134,7 @@ def run_experiment(
     rules = Rules.shipped() if rules is None else rules
     has_set = "is_possible" in tree["causes"]  # trees of older versions have no set, and are not updated
     if has_set and set(tree["causes"].to_dataset()["cause"].values.tolist()) & set(CAUSES) != set(rules.causes):
-        raise OptionError(
-            "The diagnosis was made with other rules than these; pass rules= with the rules of the diagnosis."
-        )
+        raise OptionError("The diagnosis was made with other rules than these; pass its rules as rules=.")
     row = table.isel(experiment=at)
     change = json.loads(str(row["change"].values))
     from_step = int(row["from_step"].values)
@@ -346,9 +344,7 @@ class Replay:
             group["lr"] = peak
             if change.get("setting") == "optimizer_eps":
                 if "eps" not in group:
-                    raise OptionError(
-                        f"{type(optimizer).__name__} has no eps to change; run the experiment of another cause."
-                    )
+                    raise OptionError(f"{type(optimizer).__name__} has no eps to change; try that of another cause.")
                 group["eps"] = change["value"]
         return optimizer
 

@@ -146,9 +146,7 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
     if not isinstance(run, xr.DataTree):
         raise StoreError.of("run", run, "a path, a DataTree, or a Dataset from wb.read_log()")
     if "monitors" not in run.children or "loss" not in run["monitors"] or "step" not in run["monitors"].coords:
-        raise SchemaError(
-            "The run has no monitors with a loss to diagnose; record it with wb.train() or a wb.Recorder."
-        )
+        raise SchemaError("The run has no monitors with a loss to diagnose; record it with wb.train() or wb.Recorder.")
     parts = {
         name: run.children[name].to_dataset(inherit=False).load()
         for name in PARTS
@@ -156,9 +154,7 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
     }
     is_short = "monitors" not in parts or parts["monitors"].sizes["step"] < _LEAST_STEPS
     if is_short and not ("monitors" in parts and _divergence(run) is not None):
-        raise SchemaError(
-            f"The run has fewer than {_LEAST_STEPS} recorded steps, too few to diagnose; record more steps."
-        )
+        raise SchemaError(f"The run has fewer than {_LEAST_STEPS} recorded steps, too few to diagnose; record more.")
     diverged_at, monitors, events = _divergence(run), parts["monitors"], _events(run)
     tree = xr.DataTree.from_dict(parts if events is None else parts | {"events": events})
     has_loss = np.isfinite(monitors["loss"].values.astype(np.float64))

@@ -318,9 +318,7 @@ class AssessmentPlan:
         n_tokens = getattr(task, "vocab_size", None)
         if vocab_size is not None and n_tokens is not None and n_tokens > vocab_size:
             remedy = f"set vocab_size = {vocab_size}" if "vocab_size" in known else "choose a task with fewer tokens"
-            raise OptionError(
-                f"[task]: {name} has {n_tokens} tokens, but the vocabulary of the model has {vocab_size}; {remedy}."
-            )
+            raise OptionError(f"[task]: {name} has {n_tokens} tokens, but the vocabulary has {vocab_size}; {remedy}.")
         if max_length is not None and getattr(task, "length", 0) > max_length:
             raise OptionError(
                 f"[task]: {name} has sequences of {task.length} tokens, but the model reads at most {max_length}; set "

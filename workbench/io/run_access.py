@@ -105,6 +105,6 @@ def _as_run(data: xr.DataTree | xr.Dataset, name: str, *, needs_spectra: bool) -
     if needs_spectra and "spectra" not in run.children:
         parts = ", ".join(run.children) or "nothing"
         raise SchemaError(
-            f"{name} has no spectra, only {parts}; record spectra during training, or wb.profile() the model."
+            f"{name} has no spectra, only {parts}; record spectra in training, or wb.profile() the model."
         )
     return run

@@ -268,9 +268,7 @@ def _check_attrs(node: xr.DataTree) -> None:
     for name, value in node.attrs.items():
         items = value if isinstance(value, list | tuple | np.ndarray) else [value]
         if not all(isinstance(item, str | numbers.Real) and not isinstance(item, bool | np.bool_) for item in items):
-            raise SchemaError(
-                f"Attribute '{name}' is {value!r}, which netCDF cannot store; use numbers or text (JSON if nested)."
-            )
+            raise SchemaError(f"Attribute '{name}' is {value!r}, which netCDF cannot store; use numbers, text or JSON.")
 
 
 @overload

@@ -176,7 +176,7 @@ def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
     """Return the trace of C_xx; raise if the moments have no spectrum."""
     if moments.n_snapshots < 3:
         raise SnapshotError(
-            f"A spectrum needs at least 3 snapshots, but {moments.name} has {moments.n_snapshots}; pass more tokens."
+            f"A spectrum needs 3 snapshots, but {moments.name} has {moments.n_snapshots}; pass more tokens."
         )
     if isinstance(moments, SnapshotSketch):
         traces = moments.total_variance()
@@ -191,14 +191,10 @@ def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
     if not (np.isfinite(trace) and np.isfinite(updates)):
         if not bool(moments.is_finite):
             raise not_finite(moments.name)
-        raise SnapshotError(
-            f"The states passing {moments.name} are so large that their squares overflow float64; scale them down."
-        )
+        raise SnapshotError(f"The states passing {moments.name} have squares beyond float64; scale them down.")
     # States that are all the same still vary by the rounding of the dtype they came in.
     if not trace > moments.resolution**2 * squared_mean:
-        raise SnapshotError(
-            f"The states entering {moments.name} are all the same, so there is no spectrum; pass inputs that differ."
-        )
+        raise SnapshotError(f"The states entering {moments.name} are all the same; pass inputs that differ.")
     return trace
 
 

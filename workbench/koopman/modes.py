@@ -71,9 +71,7 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
     A = operator.matrix.detach()
     if not bool(torch.isfinite(A).all()):
         # LAPACK may crash the process on such input.
-        raise SnapshotError(
-            "The whitened operator is not finite; scale the states, whose variances differ too much for float64."
-        )
+        raise SnapshotError("The whitened operator is not finite; scale the states, whose variances differ too much.")
     if A.is_cuda and len(A) < CUDA_EIG_MIN_WIDTH:
         A = A.cpu()
     try:
@@ -83,7 +81,7 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
             eigenvalue, right = torch.linalg.eig(A)
     except torch.linalg.LinAlgError as error:
         raise SnapshotError(
-            "LAPACK did not converge to the eigenvalues of the whitened operator; pass more snapshots."
+            "The eigenvalues of the whitened operator did not converge; pass more snapshots."
         ) from error
     give_back(A.nbytes)
     pairs = _ConjugatePairs(eigenvalue)

@@ -28,13 +28,9 @@ def check_snapshots(x: Tensor, y: Tensor, n_features: int, name: str) -> None:
             f"(snapshot, {n_features}); flatten batch and token into the first axis."
         )
     if not (x.is_floating_point() and y.is_floating_point()):
-        raise SnapshotError(
-            f"Snapshots of {name} have the types {x.dtype} and {y.dtype}; convert them to real floating point."
-        )
+        raise SnapshotError(f"Snapshots of {name} have the types {x.dtype} and {y.dtype}; convert them to real floats.")
     if x.is_meta or y.is_meta:
-        raise SnapshotError(
-            f"Snapshots of {name} are on the meta device, which holds no values; load the parameters first."
-        )
+        raise SnapshotError(f"Snapshots of {name} are on the meta device, without values; load the parameters first.")
 
 
 def not_finite(name: str) -> SnapshotError:

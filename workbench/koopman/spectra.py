@@ -241,9 +241,7 @@ def whitened_dmd(
     """
     X, Y = torch.as_tensor(X), torch.as_tensor(Y)
     if X.ndim != 2:
-        raise SnapshotError(
-            f"X has shape {tuple(X.shape)}, expected (snapshot, feature); flatten batch and token into the first axis."
-        )
+        raise SnapshotError(f"X has shape {tuple(X.shape)}, expected (snapshot, feature); flatten batch and token.")
     moments = SnapshotMoments(X.shape[1], device=device).update(X, Y)
     layer = layer_spectrum(moments, options)
     warn_if_rank_deficient([layer], [moments], options)

@@ -48,9 +48,7 @@ class Batches:
         inputs = inputs_of(inputs, n_tokens)
         if (texts := _texts(inputs)) is not None:
             if subject is None:
-                raise SnapshotError(
-                    "Text needs a tokenizer; open the model with wb.open_checkpoint() or pass token ids."
-                )
+                raise SnapshotError("Text needs a tokenizer; open the model by wb.open_checkpoint() or pass ids.")
             inputs = subject.tokenize(texts)
         if _is_list(inputs):
             # Lists of ids of different lengths are batches of one sequence each: only the user knows how to pad them.
@@ -143,9 +141,7 @@ def _as_tensor(value: Any, name: Any) -> Any:
     if value.device.type == "meta":
         raise error("is on the meta device and holds no values", "values", "create it on the CPU or a GPU")
     if value.is_nested:
-        raise error(
-            "is a nested tensor", "one whose examples have equal length", "pass its examples as a list of tensors"
-        )
+        raise error("is a nested tensor", "one whose examples have equal length", "pass its examples as a list")
     if value.is_quantized:
         raise error("is a quantized tensor", "ordinary numbers", "pass .dequantize()")
     if value.layout is not torch.strided:

@@ -120,7 +120,7 @@ def open_checkpoint(
         raise CheckpointError(f"There is no file or folder {text}; check the path.")
     if path.is_file() and path.suffix not in (*STATE_SUFFIXES, ".gguf"):
         raise CheckpointError(
-            f"{path} has an unknown checkpoint format; pass a folder, or a .safetensors, .bin, .pt or .gguf file."
+            f"{path} has an unknown format; pass a folder, or a .safetensors, .bin, .pt or .gguf file."
         )
     how = StreamingChoice.of(streaming, device)
     options = _Options(trust_remote_code, torch_dtype, strict, how, name)
@@ -193,9 +193,7 @@ def save_checkpoint(
     tokenizer = model.own_tokenizer if isinstance(model, Subject) else None
     folder, model = Path(folder), module_of(model)
     if not isinstance(model, ZooModel):
-        raise CheckpointError(
-            f"{type(model).__name__} is not a model of the zoo; save it with its own save_pretrained()."
-        )
+        raise CheckpointError(f"{type(model).__name__} is not a model of the zoo; use its own save_pretrained().")
     if (folder / "model.safetensors").exists() and not (overwrite and ZOO_KEY in read_config(folder / "config.json")):
         raise CheckpointError(
             f"{folder} holds a checkpoint already; pass "
@@ -222,9 +220,7 @@ def save_checkpoint(
                 file.chmod(0o644)  # safetensors writes files that only the owner can read
                 file.replace(folder / file.name)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{folder} cannot be written ({error}); check the path and the free disk space."
-        ) from error
+        raise CheckpointError(f"{folder} cannot be written ({error}); check path and free disk space.") from error
     return folder
 
 
@@ -443,9 +439,7 @@ def _open_hub(hub_name: str, options: _Options) -> Subject:
     try:
         cached = try_to_load_from_cache(hub_name, "config.json")
     except HFValidationError as error:
-        raise CheckpointError(
-            f"'{hub_name}' is neither a path nor a valid name of a model on the hub; check the spelling."
-        ) from error
+        raise CheckpointError(f"'{hub_name}' is neither a path nor a name on the hub; check the spelling.") from error
     is_cached, short = isinstance(cached, str), options.name or hub_name.split("/")[-1]
     if not is_cached and (constants.HF_HUB_OFFLINE or not _can_reach(constants.ENDPOINT)):
         raise CheckpointError(

@@ -290,7 +290,7 @@ def _stored(folder: Path, key: str, entry: Any, places: Mapping[tuple[str, tuple
         name, start, length = info.relative_path, int(info.offset), int(info.length)
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointError(
-                f"{folder / METADATA} names {name!r}, which is not in the folder; download the checkpoint again."
+                f"{folder / METADATA} names {name!r}, which is not there; download the checkpoint again."
             )
         boxes.append(_Box(offsets, size, partial(_read_chunk, folder / name, start, length, key, size, dtype)))
         ends.append((folder / name, start + length))

@@ -137,7 +137,7 @@ def _check_is_lora(folder: Path, options: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{folder} is an adapter with {', '.join(more)}, which is more than LoRA; {merge}")
     if not isinstance(alpha := options.get("lora_alpha"), (int, float)):
         raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG} has lora_alpha = {alpha!r}, expected a number; download the adapter again."
+            f"{folder / ADAPTER_CONFIG} has lora_alpha = {alpha!r}, expected a number; download it again."
         )
 
 
@@ -203,9 +203,7 @@ class GgufFile:
         except Exception as error:  # damaged bytes can cause any exception in the reader
             raise CheckpointError(f"{path.name} is truncated or not a GGUF file; download it again.") from error
         if max(n_blocks, default=0) > len(reader.tensors):
-            raise CheckpointError.of(
-                "block_count", max(n_blocks), f"at most {len(reader.tensors)}, one tensor for each"
-            )
+            raise CheckpointError.of("block_count", max(n_blocks), f"at most {len(reader.tensors)}, a tensor for each")
         return cls(path, tuple(reader.tensors), architecture, max(n_blocks, default=None))
 
     @property
@@ -329,9 +327,7 @@ def _processed(file: str, name: str, parts: Sequence[Any], processor: Any, names
                 weights=values, name=part.name, tensor_key_mapping=names, parsed_parameters=joined
             ).weights
         except Exception as error:  # a shape that the processor cannot divide
-            raise CheckpointError(
-                f"{part.name} of {file} has a shape that does not fit the header; {_REMEDY}."
-            ) from error
+            raise CheckpointError(f"{part.name} of {file} does not fit the header; {_REMEDY}.") from error
 
     def read() -> Tensor:
         from gguf import dequantize

@@ -111,9 +111,7 @@ class SpectralNorm(LinearParametrization):
 
     def _require(self, name: str, linear: nn.Module) -> None:
         if not bool(linear.get_parameter("weight").detach().any()):
-            raise OptionError(
-                f"The weight of {name} is zero and cannot be scaled to norm 1; initialize it differently."
-            )
+            raise OptionError(f"The weight of {name} is zero and has no norm to scale to 1; initialize it differently.")
 
 
 @dataclass(frozen=True)
@@ -224,10 +222,7 @@ def require_unparametrized(model: nn.Module) -> None:
     """Raise OptionError if a weight of a model is parametrized already."""
     for name, module in model.named_modules():
         if parametrize.is_parametrized(module):
-            raise OptionError(
-                f"The weights of {name} are parametrized already; remove that parametrization first, or use a new "
-                "model."
-            )
+            raise OptionError(f"The weights of {name} are parametrized already; remove that first, or use a new model.")
 
 
 def _linear_maps(model: nn.Module, inputs: Any) -> Iterator[nn.Module]:
@@ -251,8 +246,6 @@ def _blocks(model: nn.Module, inputs: Any) -> list[nn.Module]:
     if isinstance(model, ZooModel):
         return list(model.blocks)
     if inputs is None:
-        raise OptionError(
-            f"{type(model).__name__} is not a model of the zoo; pass inputs= so that its blocks can be found."
-        )
+        raise OptionError(f"{type(model).__name__} is not a model of the zoo; pass inputs= to find its blocks.")
     anatomy = read_anatomy(model, on_device_of(model, take_examples(inputs, slice(0, 2))))
     return [site.module for site in anatomy.sites]

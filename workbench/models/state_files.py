@@ -167,9 +167,7 @@ def read_state(path: str | os.PathLike[str], *, mmap: bool = False) -> dict[str,
             break
         inner = [key for key in WEIGHT_KEYS if isinstance(state.get(key), dict) and state[key]]
         if len(inner) > 1:
-            raise CheckpointError(
-                f"{path.name} may hold weights under each of {', '.join(inner)}; save only one of them."
-            )
+            raise CheckpointError(f"{path.name} may hold weights under each of {', '.join(inner)}; save only one.")
         if not inner:
             break
         state = state[inner[0]]

@@ -116,7 +116,7 @@ def weight_places(folder: Path) -> tuple[Path, ...]:
             place = folder / (pattern.format(name) if name.isdecimal() else name)
             if not name or Path(name).name != name or not place.is_dir():
                 raise CheckpointError(
-                    f"{file} names '{name[:80]}', but there is no such folder next to it; download that folder too."
+                    f"{file} names '{name[:80]}', but no folder next to it has that name; download it too."
                 )
             return weight_places(place)
     if is_partitioned(folder):
@@ -144,7 +144,7 @@ def weight_places(folder: Path) -> tuple[Path, ...]:
         if len(inner) > 1:
             names = ", ".join(place.name for place in inner)
             raise CheckpointError(
-                f"{folder} contains several distributed checkpoints ({names}); pass one, such as {inner[0]}."
+                f"{folder} has several distributed checkpoints ({names}); pass one, such as {inner[0]}."
             )
         return inner
     if files := single_files(folder):
@@ -152,9 +152,7 @@ def weight_places(folder: Path) -> tuple[Path, ...]:
             names = ", ".join(file.name for file in files[:3])
             raise CheckpointError(f"{folder} contains several files that may be its weights ({names}); keep one.")
         return files
-    raise CheckpointError(
-        f"{folder} contains no weights in a known format; pass the file or folder that contains them."
-    )
+    raise CheckpointError(f"{folder} contains no weights in a known format; pass the file or folder that has them.")
 
 
 def place_state(place: Path) -> dict[str, LazyTensor]:

@@ -310,9 +310,7 @@ def _spread(per_key_head: Tensor, n_per_key: int) -> Tensor:
 def _check_groups(n_query: int, n_key: int) -> None:
     """Raise OptionError if query heads cannot be divided equally among key heads."""
     if n_key == 0 or n_query % n_key:
-        raise OptionError(
-            f"The number of query heads must be a multiple of that of key heads, got {n_query} and {n_key}."
-        )
+        raise OptionError(f"Query heads must be a multiple of the key heads, got {n_query} and {n_key}.")
 
 
 def _check_heads(wq0: Tensor, wk0: Tensor, wq1: Tensor, wk1: Tensor) -> None:

@@ -172,9 +172,7 @@ def _largest_eigenvalue(
 
     n_weights = sum(weight.numel() for weight in weights)
     if not n_weights:
-        raise OptionError(
-            "The model has no trainable parameters, along which sharpness is the curvature; set requires_grad."
-        )
+        raise OptionError("The model has no trainable parameters, which sharpness needs; set requires_grad.")
     dtype = np.float64 if any(weight.dtype == torch.float64 for weight in weights) else np.float32
     options = config_options(visible_attention(model))
     with undisturbed(model), options, torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):

@@ -219,8 +219,6 @@ def routing_change(before: Tensor, after: Tensor) -> Tensor:
         `workbench.monitors.expert_load`: Load of the experts by the same choices.
     """
     if before.shape != after.shape:
-        raise OptionError(
-            f"Choices of shape {tuple(before.shape)} and {tuple(after.shape)} differ; pass the same tokens."
-        )
+        raise OptionError(f"Choices of shape {tuple(before.shape)} and {tuple(after.shape)} differ; pass equal tokens.")
     is_kept = (after[..., :, None] == before[..., None, :]).any(-1)
     return widened(~is_kept).mean((-2, -1))

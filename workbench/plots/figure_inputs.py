@@ -28,9 +28,7 @@ def columns_of(
     for name in needed:
         if data[name].dims != (dim,):
             has = ", ".join(map(str, data[name].dims)) or "no dimension"
-            raise SchemaError(
-                f"In the {what}, {name} has dimensions {has}, expected only {dim}; select or average first."
-            )
+            raise SchemaError(f"In the {what}, {name} has dimensions {has}, expected {dim}; select or average first.")
     if not data.sizes[dim]:
         raise SchemaError(f"The {what} is empty along {dim}; select less narrowly.")
     return {name: data[name].values for name in needed}

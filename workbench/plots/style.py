@@ -79,7 +79,7 @@ def model_places(names: Iterable[str], places: Mapping[str, int] | None = None) 
     for name in names:
         if name not in places:
             raise OptionError(
-                f"places has no style number for '{name}', only for {', '.join(map(str, places)) or 'none'}; add one."
+                f"places has no number for '{name}', only for {', '.join(map(str, places)) or 'none'}; add one."
             )
     return [int(places[name]) for name in names]
 

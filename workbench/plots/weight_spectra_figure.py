@@ -66,9 +66,7 @@ def weight_spectra(
     spectra = validate_weights(spectra)
     if spectra["alpha"].dims != ("matrix",):
         dims = tuple(map(str, spectra["alpha"].dims))
-        raise SchemaError(
-            f"The weight spectra have dimensions {', '.join(dims)}, expected only matrix; select one step."
-        )
+        raise SchemaError(f"The weight spectra have dimensions {', '.join(dims)}, expected matrix; select one step.")
     rules = WEIGHTS | WEIGHT_CHANGES
     known = [name for name in rules if name in spectra and rules[name].dims == ("matrix",)]
     require_choices("measure", [measure], known)
@@ -103,9 +101,7 @@ def density_of(spectra: xr.Dataset, matrix: str | None = None) -> dict[str, Any]
         alphas = in_layers if np.isfinite(in_layers).any() else alphas
         matrix = names[int(np.nanargmin(alphas))] if np.isfinite(alphas).any() else names[0]
     if matrix not in names:
-        raise SchemaError(
-            f"There is no matrix '{matrix}'; choose from those in spectra['matrix'], such as '{names[0]}'."
-        )
+        raise SchemaError(f"There is no matrix '{matrix}'; choose one in spectra['matrix'], such as '{names[0]}'.")
     of_matrix = spectra.isel(matrix=names.index(matrix))
     values = {name: float(of_matrix[name]) for name in WEIGHTS if of_matrix[name].ndim == 0}
     size = max(int(of_matrix["n_rows"]), int(of_matrix["n_columns"]))

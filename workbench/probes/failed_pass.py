@@ -101,9 +101,7 @@ def first_bad_tensor(model: Subject | nn.Module, loss_of: LossOf, *, around: Aro
     if not weights:
         raise OptionError("The model has no trainable parameters; make some of them require gradients.")
     if is_split(module):
-        raise OptionError(
-            "The model is sharded over ranks, each of which sees only a part; load its checkpoint on one device."
-        )
+        raise OptionError("The model is sharded over ranks, which see only parts; load its checkpoint on one device.")
     calls = Calls(module)
     with _as_in_training(module), around():
         held = {name: (t, readings_of(t)) for name, t in (*module.named_parameters(), *module.named_buffers())}

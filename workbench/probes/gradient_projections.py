@@ -125,9 +125,7 @@ class GradientProjections:
                     "instead."
                 )
             if parameter.device.type == "mps":
-                raise OptionError(
-                    "Devices of type mps have no float64, in which gradients are projected; use another device."
-                )
+                raise OptionError("Devices of type mps have no float64 to project gradients in; use another device.")
         self._after_update: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._signs = {torch.device("cpu"): random_signs(seed)}
         self._nodes: list[Node] = []

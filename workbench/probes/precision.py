@@ -126,9 +126,7 @@ def precision_errors(
     subject, model = model, unwrap(model)
     device = next((p.device.type for p in model.parameters()), "cpu")
     if device == "mps":
-        raise OptionError(
-            "Devices of type mps have no float64, in which the model is computed for comparison; move it to the CPU."
-        )
+        raise OptionError("Devices of type mps have no float64 to compute the model in for comparison; use the CPU.")
     if anatomy is None or query_keys is None:
         inputs = _inputs_of(model, loss_of)
         anatomy = read_anatomy(subject, inputs) if anatomy is None else anatomy

@@ -291,9 +291,7 @@ class FoundRates:
                 Adam's family.
         """
         if self.optimizer and not is_of_adam(self.optimizer):
-            raise OptionError(
-                f"Adam's rule for widths does not hold for {self.optimizer}; run a pilot at the target width."
-            )
+            raise OptionError(f"Adam's rule for widths does not hold for {self.optimizer}; run a pilot at that width.")
         factor = 1 / float(ratio) if parametrization == "standard" else 1.0
         error = 1.0 if ratio == 1 else _WIDTH_ERROR ** max(1.0, abs(math.log(float(ratio), _WIDTH_RATIO)))
         found = with_estimates(self, {name: rate.times(factor, error=error) for name, rate in self.estimates.items()})

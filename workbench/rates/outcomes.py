@@ -331,9 +331,7 @@ def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_st
 
     _require_curves(runs)
     if (n_cells := len(set(runs["cell"].values.tolist()))) > 1:
-        raise SchemaError(
-            f"The runs belong to {n_cells} cells; select one, for example with runs.cell == runs.cell[0]."
-        )
+        raise SchemaError(f"The runs belong to {n_cells} cells; select one, such as runs.cell == runs.cell[0].")
     table = LossTable.of(runs, n_steps)
     variables = {
         "loss": (("rate", "seed"), table.loss, {"long_name": "held-out loss", "units": "nat"}),

@@ -106,9 +106,7 @@ class Numbers:
         """Return an attribute of the node."""
         where, attrs = self._absolute(""), self.node("").attrs
         if name not in attrs:
-            raise SchemaError(
-                f"The tree has no attribute '{name}' at {where}, which its report cites; create the tree again."
-            )
+            raise SchemaError(f"The tree has no attribute '{name}' at {where} for its report; create the tree again.")
         value = _plain(attrs[name])
         return Quantity(
             path=where,
@@ -219,9 +217,7 @@ class Numbers:
     def _array(self, path: str, variable: str) -> xr.DataArray:
         data, where = self.node(path), self._absolute(path)
         if variable not in data.variables:
-            raise SchemaError(
-                f"The tree has no '{variable}' at {where}, which its report cites; create the tree again."
-            )
+            raise SchemaError(f"The tree has no '{variable}' at {where} for its report; create the tree again.")
         return data[variable]
 
     def _place_of(self, criterion: str) -> tuple[str, str, tuple[tuple[str, int], ...]]:

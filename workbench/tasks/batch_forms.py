@@ -124,7 +124,7 @@ def _from_mapping(batch: Mapping[str, Any]) -> tuple[Inputs, Tensor]:
     targets = _targets(labels)
     if not _have_same_rows(images, targets):
         raise WorkbenchError(
-            f"A batch has {len(images)} images and labels of shape {tuple(targets.shape)}; pass one label per image."
+            f"A batch has {len(images)} images and labels of shape {tuple(targets.shape)}; pass a label per image."
         )
     return images, targets
 
@@ -176,9 +176,7 @@ def _tensor(value: Any, name: str = "a batch") -> Tensor:
     try:
         return _as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise WorkbenchError(
-            f"{name} cannot be converted to a tensor ({error}); expected numbers, in rows of equal length."
-        ) from error
+        raise WorkbenchError(f"{name} is no tensor ({error}); expected numbers, in rows of equal length.") from error
 
 
 def _stack(values: Sequence[Any], name: str) -> Tensor:

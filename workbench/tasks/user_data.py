@@ -140,7 +140,7 @@ class DataTask:
                 if epoch == 0:
                     raise _empty_source()
                 raise WorkbenchError(
-                    f"The source has no batches in epoch {epoch + 1}; pass one that can be read repeatedly."
+                    f"The source has no batches in epoch {epoch + 1}; pass one that can be read again."
                 )
 
     def _private_source(self) -> Iterable[Any]:

@@ -126,9 +126,7 @@ class Training:
             raise OptionError("resume=True needs a checkpoint; pass store= or checkpoints=.")
         place = latest_checkpoint(folder)
         if place is None:
-            raise CheckpointError(
-                f"{folder} holds no checkpoint to resume from; train with checkpoint_every=, or set resume=False."
-            )
+            raise CheckpointError(f"{folder} holds no checkpoint to resume; use checkpoint_every=, or resume=False.")
         state = read_checkpoint(place)
         found = {str(place): state.configuration}
         if self.recording.store is not None:
@@ -144,9 +142,7 @@ class Training:
                 "with the same callbacks, or start another run."
             )
         if (n_ranks := len(state.random.get("ranks", [0]))) != self.ranks.n:
-            raise CheckpointError(
-                f"{place} was written by {n_ranks} processes, but {self.ranks.n} resume it; start as many."
-            )
+            raise CheckpointError(f"{place} is of {n_ranks} processes, but {self.ranks.n} resume it; start as many.")
         try:  # before the parameters, which must not be replaced by those of a damaged checkpoint
             self.optimizer.load_state_dict(self._divided(state.optimizer))
             self.scaler.load_state_dict(state.scaler)

@@ -114,15 +114,11 @@ class TrainingPlan:
                 return cls(parameters, **{"lr": rate, **self.optimizer_options})
             except (TypeError, ValueError) as error:
                 options = dict(self.optimizer_options)
-                raise OptionError(
-                    f"{cls.__name__} does not accept {options} ({error}); pass other optimizer_options."
-                ) from error
+                raise OptionError(f"{cls.__name__} does not accept {options} ({error}); pass other options.") from error
         optimizer = self.optimizer if isinstance(self.optimizer, torch.optim.Optimizer) else self.optimizer(parameters)
         own = {id(parameter) for parameter in parameters}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-            raise OptionError(
-                "The optimizer holds parameters that do not belong to the model; create it from this model."
-            )
+            raise OptionError("The optimizer holds parameters that the model does not have; create it from this model.")
         if self.learning_rate is not None:
             highest = max(float(group["lr"]) for group in optimizer.param_groups)
             for group in optimizer.param_groups:  # rates may differ between groups, and keep their ratio

@@ -318,9 +318,7 @@ class ArchitectureConfig:
         if self.n_heads % self.n_key_value_heads:
             raise OptionError.of("n_kv_heads", self.n_kv_heads, f"a divisor of n_heads ({self.n_heads})")
         if self.position != "rotary" and self.rotary_base is not None:
-            raise OptionError(
-                f"rotary_base applies to position='rotary', but position is '{self.position}'; leave it out."
-            )
+            raise OptionError(f"rotary_base is for position='rotary', but position is '{self.position}'; leave it out.")
         if self.position == "rotary" and self.family == "vit":
             raise OptionError("position is 'rotary', but the family 'vit' supports only 'learned' and 'none'.")
         if self.position == "rotary" and self.head_dim % 2:

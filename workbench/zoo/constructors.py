@@ -59,7 +59,7 @@ class VisionTransformer(ZooModel):
         expected = (config.n_channels, config.image_size, config.image_size)
         if tuple(images.shape[1:]) != expected:
             raise OptionError(
-                f"The images have shape {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))})."
+                f"Images have shape {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))})."
             )
         size = config.patch_size
         grid = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # batch, channel, row, height, column, width

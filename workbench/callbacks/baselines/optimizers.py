@@ -316,9 +316,7 @@ def _checked(model: nn.Module) -> Transformer:
         )
     config = model.config
     if config.initialization != "normal":
-        raise OptionError.of(
-            "initialization", config.initialization, "'normal', as muP scales the initial values itself"
-        )
+        raise OptionError.of("initialization", config.initialization, "'normal', as muP scales initial values itself")
     if config.ties_embeddings:
         raise OptionError.of(
             "ties_embeddings", config.ties_embeddings, "False, as muP treats embedding and output head differently"

@@ -69,9 +69,7 @@ class Fault:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "enabled" and not name.startswith("_") and getattr(self, "_is_frozen", False):
-            raise OptionError(
-                f"{name} of {self.name} cannot be changed, unlike enabled; create a new fault with another {name}."
-            )
+            raise OptionError(f"{name} of {self.name} cannot be changed; create a fault with another {name}.")
         super().__setattr__(name, value)
 
     @property
@@ -338,9 +336,7 @@ def _with_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return (change(inputs[0]), *inputs[1:])
     if isinstance(inputs, Tensor) and _are_tokens(inputs):
         return change(inputs)
-    raise OptionError.of(
-        "inputs", inputs, "token ids, which corrupted_data replaces", remedy="set what='labels' instead"
-    )
+    raise OptionError.of("inputs", inputs, "token ids, which the fault replaces", remedy="set what='labels' instead")
 
 
 def _are_tokens(values: Tensor) -> bool:
