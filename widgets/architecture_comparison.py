@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import numpy as np
+import xarray as xr
 
 from workbench.errors import OptionError, SchemaError, require_listed
 from workbench.formatting import listed
@@ -20,8 +21,6 @@ from workbench.widgets.saved_page import chosen_steps, saved_page
 from workbench.widgets.tags import Tags, model_tags
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.widgets.comparison.scene import ComparisonView
 
     Run = xr.DataTree | xr.Dataset | str | os.PathLike[str]

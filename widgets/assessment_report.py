@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
+import xarray as xr
 
 from workbench.errors import OptionError, require_listed
 from workbench.formatting import capitalized, clause, counted, percent
@@ -28,8 +29,6 @@ from workbench.widgets.worker import MeasuringWidget
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import xarray as xr
 
     from workbench.reports.document import Fact
     from workbench.widgets.base import WorkbenchWidget

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ipywidgets
+import xarray as xr
 
 from workbench.errors import OptionError, StoreError, WorkbenchError
 from workbench.formatting import file_size
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import xarray as xr
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -307,8 +307,6 @@ def known(value: T | None, sentence: str = "There is nothing to show yet.", *, n
 
 def export_runs(runs: Mapping[str, xr.DataTree], path: Path, *, overwrite: bool = False) -> Path:
     """Write several runs to one netCDF file, one group per run; ``wb.open_run(path)[name]`` returns a run."""
-    import xarray as xr
-
     groups = {name.replace("/", "|"): run for name, run in runs.items()}
     if len(groups) < len(runs):
         raise StoreError("Two runs have the same name after their slashes are replaced; rename one of them.")

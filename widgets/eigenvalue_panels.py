@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xarray as xr
 from bokeh.models import Axis, ColorBar, ColumnDataSource
 
 from workbench.plots import eigenvalue_map
@@ -17,7 +18,6 @@ from workbench.widgets.theme import THEMES, enlarge_text
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    import xarray as xr
     from bokeh.models import Title
     from bokeh.plotting import figure
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
+import xarray as xr
 
 from workbench.errors import OptionError, StoreError, require_known
 from workbench.io.store import open_run
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping, Sequence
 
-    import xarray as xr
     from torch import nn
 
     from workbench.callbacks.alarms import Alarms

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import ipywidgets
 import numpy as np
+import xarray as xr
 from bokeh.models import BoxAnnotation, ColumnDataSource, FixedTicker, HoverTool, NumeralTickFormatter, Range1d, Span
 from bokeh.plotting import figure
 
@@ -36,8 +37,6 @@ from workbench.widgets.worker import MeasuringWidget
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    import xarray as xr
 
     from workbench.risk.edge_model import EdgeModel
     from workbench.widgets.risk.words import RiskAnswer

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import numpy as np
+import xarray as xr
 
 from workbench.formatting import listed
 from workbench.io.store import as_run
@@ -23,8 +24,6 @@ from workbench.widgets.theme import THEMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import xarray as xr
 
     from workbench.plots.plane_view import PlaneView
 

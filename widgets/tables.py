@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.formatting import fixed
 from workbench.koopman.measures import MASSES, summarize
@@ -17,8 +18,6 @@ from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-    import xarray as xr
 
 
 #: From the center of the circle outwards; the order of the columns of the table and of the parts of its bars.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.callbacks.alarms.probe_alarms import SIGNALS
 from workbench.errors import OptionError, SchemaError, require_listed
@@ -26,8 +27,6 @@ from workbench.widgets.timeline_parts.followed_run import FollowedRun
 from workbench.widgets.timeline_parts.packing import PanelSelection
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     Run = xr.DataTree | xr.Dataset | str | os.PathLike[str]
 
 #: Maximum fraction of the time spent on reading stores.
@@ -389,8 +388,6 @@ class Timeline(WorkbenchWidget):
 
 def _followed(runs: Run | Mapping[str, Run]) -> dict[str, FollowedRun]:
     """Return runs by name."""
-    import xarray as xr
-
     if isinstance(runs, str | os.PathLike):
         name = os.path.basename(os.path.normpath(runs)).removesuffix(".zarr")
         return {name: FollowedRun(name, runs, 0)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
+import xarray as xr
 
 from workbench import course, plots
 from workbench.diagnosis.causes import CAUSES
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     import pandas as pd
-    import xarray as xr
 
     from workbench.course import Patient, Score
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import anywidget
 import ipywidgets
 import traitlets
+import xarray as xr
 
 from workbench.formatting import short
 from workbench.plots.curve_figures import DEFAULT_MEASURES
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import pandas as pd
-    import xarray as xr
 
 
 #: Cause of a run without a fault, which has no change.
@@ -142,8 +142,6 @@ def signals_of(measured: xr.Dataset, record: xr.DataTree) -> list[str]:
 
 def losses_of(replay: xr.Dataset) -> dict[str, xr.DataTree]:
     """Return the loss of the run and of its replay with a change as two runs by name."""
-    import xarray as xr
-
     lines = {"the run": replay["loss"], "replay with the change": replay["cured_loss"]}
     return {
         name: xr.DataTree.from_dict({"/monitors": line.dropna("step").to_dataset(name="loss")})

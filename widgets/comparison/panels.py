@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import numpy as np
+import xarray as xr
 from bokeh.layouts import gridplot
 from bokeh.models import BasicTicker, Line, LogScale, Range1d, Span, TapTool
 
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    import xarray as xr
     from bokeh.models import ColumnDataSource, GlyphRenderer, GridPlot, Range1d, Title
     from bokeh.plotting import figure
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import numpy as np
+import xarray as xr
 
 from workbench.errors import OptionError, SchemaError
 from workbench.io.run_access import at_step, divergence_step, named_runs, spectra_of
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
-    import xarray as xr
     from bokeh.models import ColumnDataSource, LayoutDOM
 
     from workbench.widgets.saved_page import SavedView

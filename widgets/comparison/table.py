@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import numpy as np
+import xarray as xr
 
 from workbench.errors import OptionError
 from workbench.formatting import compact
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    import xarray as xr
     from bokeh.models import ColumnDataSource, GridPlot
 
     from workbench.plots.comparison_figures import RadarAxis

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import xarray as xr
 
 from workbench.callbacks.alarms import WATCHED
 from workbench.errors import SchemaError, StoreError
@@ -26,8 +27,6 @@ from workbench.studies.signals import checks_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    import xarray as xr
 
     from workbench.callbacks.alarms import Alarm, Alarms, Attribution
     from workbench.callbacks.alarms.probe_alarms import Check
@@ -252,8 +251,6 @@ class RunHistory:
 
     def as_run(self) -> xr.DataTree:
         """Return the traces as monitors of a run with the names in ``TRACES``, for figures of `workbench.plots`."""
-        import xarray as xr
-
         monitors = {
             name: ("step", self._values[row, : self.n_done].astype(float), _TITLES.get(name, {}))
             for row, name in enumerate(TRACES)

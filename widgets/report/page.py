@@ -6,10 +6,11 @@ import logging
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anywidget
 import traitlets
+import xarray as xr
 
 from workbench.errors import WorkbenchError
 from workbench.reports.document import Block, Document, Lead, Picture
@@ -17,9 +18,6 @@ from workbench.reports.formats import html
 from workbench.reports.make_report import document_of
 from workbench.reports.pictures import image
 from workbench.widgets.base import known
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _log = logging.getLogger(__name__)
 #: Placeholder line of a figure, which page.js replaces by an empty frame.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import numpy as np
+import xarray as xr
 
 from workbench.formatting import percent
 from workbench.plots import layer_profile
@@ -24,8 +25,6 @@ from workbench.widgets.tags import Tags
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import xarray as xr
 
     from workbench.widgets.base import WorkbenchWidget
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ipywidgets
+import xarray as xr
 from torch import nn
 
 from workbench import tasks, zoo
@@ -21,7 +22,6 @@ from workbench.training.training_plan import SCHEDULES
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import xarray as xr
     from torch import Tensor
 
     from workbench.risk.edge_model import EdgeModel

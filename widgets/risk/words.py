@@ -7,14 +7,14 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import xarray as xr
+
 from workbench.formatting import DASH, fixed, percent, rounded
 from workbench.koopman.measures import summarize
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.tables import figure_page, headline
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.rates.find_rate import FoundRates
     from workbench.risk.risk import Risk
 

@@ -6,9 +6,9 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+import xarray as xr
 
 from workbench.errors import SchemaError, StoreError
 from workbench.formatting import duration
@@ -20,9 +20,6 @@ from workbench.plots.timeline_panels import RunEvents
 from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
 from workbench.widgets.live.history import LiveModes
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 #: Seconds without a new row after which a running run is reported as silent.
 SILENT_AFTER = 120.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.plots.style import depth_colors, model_style
 from workbench.plots.timeline_events import TimelineEvent
@@ -15,8 +16,6 @@ from workbench.studies import signals as sig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import xarray as xr
 
     from workbench.plots.timeline_events import TimelineEvent
     from workbench.plots.timeline_panels import RunEvents

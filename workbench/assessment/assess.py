@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+import xarray as xr
 
 from workbench.assessment.criteria import Sizes
 from workbench.assessment.decisions import decide
@@ -58,7 +59,6 @@ from workbench.tasks import as_task
 from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
-    import xarray as xr
     from torch import Tensor, nn
 
 
@@ -161,8 +161,6 @@ def assess_measured(
     bar: Progress,
 ) -> xr.DataTree:
     """Assess a model that has been built, with a plan that has been checked against it; see `assess`."""
-    import xarray as xr
-
     start, model = time.monotonic(), measured.model
     if task is None:
         task = planned_task(model, plan, seed=seed, loss=loss)
@@ -281,8 +279,6 @@ def conclude(
     try_start: Callable[[], xr.Dataset] | None = None,
 ) -> None:
     """Evaluate the measurements and decide what to do, in place; earlier conclusions are replaced."""
-    import xarray as xr
-
     criteria, modes = evaluate_criteria(tree)
     tree["criteria"], tree["failure_modes"] = xr.DataTree(criteria), xr.DataTree(modes)
     if try_changes is not None and "trials" in tree and float(tree["trials"]["share_broken"]) > 0:
@@ -365,8 +361,6 @@ def compare_designs(
         `workbench.assess`: Assesses one design.
         `workbench.report`: Writes a comparison as a report.
     """
-    import xarray as xr
-
     start = time.monotonic()
     if len(designs) < 2:
         raise OptionError.of("designs", designs, "a mapping of at least two designs", remedy="add another design")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xarray as xr
 
 from workbench.assessment.structure import ALL
 from workbench.formatting import counted
@@ -15,8 +16,6 @@ from workbench.schema.statuses import CriterionState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import xarray as xr
 
 
 #: Size -> phrase; ``{}`` is a number or a range.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.assessment.criteria import BROKEN_TRIALS, RATE, SLOW_RATE, Sizes
 from workbench.assessment.structure import WORDS
@@ -18,8 +19,6 @@ from workbench.schema.statuses import BAD_STATES, DecisionKind, Verdict
 from workbench.training.training_plan import DEFAULT_RATE
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.hardware.plan import AssessmentPlan
 
 #: Failure mode -> monitors to record during training, by part and name of the recorder, and why.
@@ -80,8 +79,6 @@ class Decision:
 
 def decide(tree: xr.DataTree, plan: AssessmentPlan, *, affordable: float = math.nan) -> xr.Dataset:
     """Derive the decisions from an assessment."""
-    import xarray as xr
-
     modes, criteria = tree["failure_modes"].to_dataset(), tree["criteria"].to_dataset()
     sizes, n_steps, verdict = Sizes.of(tree), plan.training.n_steps, verdict_of(criteria)
     proxy = sizes.proxy if sizes is not None and sizes.is_stand_in else ""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xarray as xr
 
 from workbench.callbacks.kss import KSS
 from workbench.callbacks.train import train
@@ -24,7 +25,6 @@ from workbench.tasks.task import LaterBatches
 from workbench.training.training_plan import DEFAULT_RATE, TrainingPlan
 
 if TYPE_CHECKING:
-    import xarray as xr
     from torch import Tensor, nn
 
 
@@ -112,8 +112,6 @@ _SETTINGS = ("warmup", "schedule", "optimizer", "optimizer_options", "clip_norm"
 
 
 def _described(found: FoundRates | None, plan: TrainingPlan, reason: str) -> xr.Dataset:
-    import xarray as xr
-
     data = xr.Dataset() if found is None else found.data
     is_known, n_steps = not reason, plan.n_steps if found is None else found.n_steps
     rate = DEFAULT_RATE if plan.learning_rate is None else plan.learning_rate
@@ -174,8 +172,6 @@ def try_plan(
         fraction of trials that diverged (0-dim). Attributes: ``n_updates``, ``warmup`` and ``learning_rate`` of the
         trials.
     """
-    import xarray as xr
-
     if isinstance(plan.optimizer, torch.optim.Optimizer):
         raise OptionError(
             "An optimizer object cannot be tried on a copy of the model; pass the name of its class, or a function "
@@ -252,8 +248,6 @@ def try_changes(
     report: Callable[[str], None] | None = None,
 ) -> xr.Dataset:
     """Run trials of each change; return a dataset along ``change``, with losses of the trials that converged."""
-    import xarray as xr
-
     rows = []
     for change in changes:
         if report is not None:

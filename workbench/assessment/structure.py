@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 from workbench.errors import AnatomyError, SnapshotError, WorkbenchError
@@ -24,8 +25,6 @@ from workbench.sweeps.case_measures import first_update
 from workbench.training.training_plan import NO_OPTIONS
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.training.training_plan import TrainingPlan
 
 
@@ -177,8 +176,6 @@ def _flow_of(
     model: nn.Module, inputs: Any, targets: Any, loss: Callable[[Tensor, Tensor], Tensor] | None
 ) -> tuple[xr.Dataset | None, str]:
     """Return the flow and an empty text; or the flow between blocks (None if unreadable too) and the reason."""
-    import xarray as xr
-
     try:
         return measure(model, inputs, targets=targets, loss=loss, jacobian=False), ""
     except AnatomyError as error:
@@ -204,8 +201,6 @@ def average_structure(
         is geometric. Attribute ``n_seeds``; the attribute ``block`` of a measurement is the block where it is worst in
         the first model.
     """
-    import xarray as xr
-
     flows, outputs = list(flows), list(outputs)
     values = {name: (title, scale, [find(flow) for flow in flows]) for name, (title, scale, find) in NUMBERS.items()}
     values |= {

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.assessment.criteria import (
     BETWEEN_BLOCKS,
@@ -30,9 +31,6 @@ from workbench.assessment.criteria import (
 )
 from workbench.formatting import clause, fine_percent, listed, rounded, short
 from workbench.schema.statuses import BAD_STATES, CriterionState, Verdict
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 #: A band extends beyond the healthy values by this fraction of their range on either side. It was chosen so that a
 #: healthy model of a held-out architecture rarely falls outside (``false_alarms`` in the shipped reference).
@@ -200,8 +198,6 @@ def _hazards(hardware: xr.Dataset) -> list[EvaluatedCriterion]:
 
 
 def _criteria(rows: Sequence[EvaluatedCriterion]) -> xr.Dataset:
-    import xarray as xr
-
     def place(row: EvaluatedCriterion, name: str) -> str:
         is_there = row.state is not CriterionState.NOT_MEASURED or row.criterion.path == "/hardware"
         return getattr(row.criterion, name) if is_there else ""
@@ -231,8 +227,6 @@ def _criteria(rows: Sequence[EvaluatedCriterion]) -> xr.Dataset:
 
 def _modes(rows: Sequence[EvaluatedCriterion]) -> xr.Dataset:
     """Return for each mode the worst state of its criteria with sufficient confidence, or "not measured"."""
-    import xarray as xr
-
     columns: dict[str, list[Any]] = {
         name: [] for name in ("title", "meaning", "state", "confidence", "worst_criterion", "reason")
     }

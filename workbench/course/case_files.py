@@ -7,18 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from workbench import schema
 from workbench.course.failure_runs import Case, Plant
 from workbench.koopman.measures import MASSES
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.studies import samples
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 #: Variables of the file that describe the result of a run, and with the prefix "control_" that of its control.
 RESULT = ("start_loss", "final_loss", "rise", "dead_share")
@@ -43,8 +41,6 @@ class Truth:
 @contextmanager
 def opened() -> Iterator[xr.Dataset]:
     """Open the file of all cases without reading its records."""
-    import xarray as xr
-
     with xr.open_dataset(samples.recorded("patients.nc"), engine="netcdf4") as data:
         yield data
 
@@ -88,8 +84,6 @@ def _contents() -> _Contents:
 
 def whole_run(case: xr.Dataset) -> xr.DataTree:
     """Return the complete record of a case, without the faults."""
-    import xarray as xr
-
     parts = {part: unpack(case, part) for part in VARIABLES}
     tree = xr.DataTree.from_dict({f"/{part}": data for part, data in parts.items() if data.data_vars})
     tree["events"] = xr.DataTree(events_of(parts["monitors"]))
@@ -135,8 +129,6 @@ TERMS = ("D2", "dWq", "W")
 
 def unpack(packed: xr.Dataset, part: str, names: Sequence[str] | None = None) -> xr.Dataset:
     """Return a part of one patient of a packed dataset, of variables in ``names``; empty if it was not measured."""
-    import xarray as xr
-
     steps = packed[f"{part}_step"].values
     n_rows = int((steps >= 0).sum())
     rules = {**schema.MONITORS, **schema.SPECTRA} if part in ("monitors", "spectra") else schema.PARTS[part]
@@ -190,8 +182,6 @@ def _values(packed: xr.Dataset, part: str, name: str, n_rows: int) -> tuple[tupl
 
 def events_of(loss: xr.Dataset) -> xr.Dataset:
     """Return the events of one run, which are its divergence or its end."""
-    import xarray as xr
-
     at, last = int(loss.attrs["diverged_at"]), int(loss["step"].values.max())
     kind, step = ("divergence", at) if at >= 0 else ("finished", last + 1)
     row = {"step": step, "kind": kind, "source": "", "score": np.nan, "message": "", "layer": -1, "head": -1}

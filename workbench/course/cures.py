@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 from torch import nn
 
 from workbench.course.case_files import Truth
@@ -20,9 +21,6 @@ from workbench.formatting import lowered
 from workbench.models.anatomy import read_anatomy
 from workbench.monitors import ModelProbe
 from workbench.training.training_plan import TrainingPlan
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 #: Cause -> the change that is replayed, without anything that was measured.
 CURES = {
@@ -94,8 +92,6 @@ def replay(truth: Truth, run: xr.DataTree, cause: str, on_step: Callable[[], obj
 
 def _planned_rates(made: BuiltRun, settings: Mapping[str, Any]) -> Record:
     """Return a record that holds the planned learning rate of every step, also of those after a divergence."""
-    import xarray as xr
-
     optimizer = TrainingPlan(n_steps=1, **settings).optimizer_for(made.model)
     peak = max(float(group["lr"]) for group in optimizer.param_groups)
     plan = TrainingPlan(**{name: made.plan[name] for name in ("n_steps", "warmup", "schedule")})

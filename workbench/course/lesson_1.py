@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xarray as xr
 
 from workbench.course.exercises import ChoiceExercise, FunctionExercise, NumberExercise
 from workbench.models.profile import profile
@@ -15,7 +16,6 @@ from workbench.tasks.sequences import text_bytes
 from workbench.zoo.constructors import transformer
 
 if TYPE_CHECKING:
-    import xarray as xr
     from torch import Tensor
 
     from workbench.zoo.architecture_config import Norm

@@ -6,6 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.course.exercises import ChoiceExercise, FunctionExercise, NumberExercise
 from workbench.flow import measure
@@ -16,8 +17,6 @@ from workbench.tasks.sequences import text_bytes
 from workbench.zoo.constructors import transformer
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.zoo.architecture_config import Norm
 
 #: The models of the notebook.

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
+import xarray as xr
 
 from workbench.course.exercises import ChoiceExercise, FunctionExercise, NumberExercise, RangeExercise, SetExercise
 from workbench.formatting import short
 from workbench.rates.outcomes import loss_over_rates
 from workbench.studies import samples
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _BARE = "No norm, Xavier"
 #: The rate of exercise 3.2, one of those that were recorded.

@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
+import xarray as xr
 
 from workbench.callbacks import alarms
 from workbench.callbacks.alarms import Alarms
@@ -16,7 +17,6 @@ from workbench.studies import early_warning, samples
 
 if TYPE_CHECKING:
     import pandas as pd
-    import xarray as xr
 
 #: The simple rule of the lesson: an alarm if the gradient norm exceeds the mean of the last _N_PAST steps by this
 #: multiple of their standard deviation, from step _FIRST on.

@@ -6,6 +6,8 @@ import math
 from functools import cache
 from typing import TYPE_CHECKING
 
+import xarray as xr
+
 from workbench.course.exercises import ChoiceExercise, NumberExercise, SetExercise
 from workbench.diagnosis import Rules
 from workbench.diagnosis.diagnose import diagnose
@@ -15,7 +17,6 @@ from workbench.studies import samples
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import xarray as xr
 
 #: Name of a run in the lesson -> recorded run.
 _RUNS = {"A": "precision", "B": "healthy", "C": "architecture", "D": "hyperparameter"}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.course import case_files, cures, scoring
 from workbench.course.failure_runs import N_STEPS
@@ -21,7 +22,6 @@ from workbench.schema.runs import SCHEMA_VERSION
 
 if TYPE_CHECKING:
     import pandas as pd
-    import xarray as xr
 
 #: Measurement -> part of the run, its variables (None for all), and what it shows.
 MEASUREMENTS: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
@@ -189,8 +189,6 @@ class Patient:
 
         `workbench.diagnose` and the plots accept it as soon as the loss was measured.
         """
-        import xarray as xr
-
         parts: dict[str, list[xr.Dataset]] = {}
         for name, data in self._taken.items():
             if name != "settings" and data.data_vars:
@@ -329,8 +327,6 @@ def _part(case: xr.Dataset, name: str) -> xr.Dataset:
 
 def _settings(case: xr.Dataset) -> xr.Dataset:
     """Return the settings of a case as text, and as JSON in an attribute."""
-    import xarray as xr
-
     text = case_files.configuration(case)
     flat = dict(_flat(json.loads(text)))
     return xr.Dataset(
@@ -350,8 +346,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 
 def _as_dataset(outcome: cures.Outcome, run: xr.DataTree, final_loss: float) -> xr.Dataset:
     """Return the result of a replay next to the run."""
-    import xarray as xr
-
     monitors = run["monitors"].to_dataset()
     loss = monitors["loss"].reindex(step=np.arange(N_STEPS)).values
     has_diverged = int(monitors.attrs["diverged_at"]) >= 0
@@ -469,8 +463,6 @@ def _numbers(score: Score | None, one: Patient) -> dict[str, Any]:
 
 
 def _scores(rows: list[dict[str, Any]]) -> xr.Dataset:
-    import xarray as xr
-
     about = {"points": "0 to 100", "spent": "fraction of the budget", "problem": "what the program raised"}
     columns = {
         name: ("case", [row[name] for row in rows], {"meaning": about[name]} if name in about else {})

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import xarray as xr
+
 from workbench.course.case_files import Truth
 from workbench.course.cures import Outcome, recovered_fraction
 from workbench.course.failure_runs import Plant
@@ -16,7 +18,6 @@ from workbench.formatting import listed, percent
 
 if TYPE_CHECKING:
     import pandas as pd
-    import xarray as xr
 
 #: Largest number of points for the causes, for the cure, and for the unspent budget.
 CAUSE_POINTS, CURE_POINTS, BUDGET_POINTS = 50, 30, 20

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.diagnosis.causes import ALL_CAUSES, UNKNOWN
 from workbench.diagnosis.checkpoint_evidence import checkpoints_of, measure_weights
@@ -27,7 +28,6 @@ from workbench.schema.statuses import CauseKind, DiagnosisState, SymptomKind
 from workbench.zoo import ArchitectureConfig
 
 if TYPE_CHECKING:
-    import xarray as xr
     from torch import nn
 
     from workbench.models.subject import Subject
@@ -170,8 +170,6 @@ def _tree(
     experiments: list[Experiment],
     task: Any,
 ) -> xr.DataTree:
-    import xarray as xr
-
     view, what_happened = view_of(symptoms), capitalized(failure.words)
     established = tuple(dict.fromkeys(fact.cause for fact in facts if fact.is_for))
     possible = established or rules.set_of(probability, view)
@@ -310,8 +308,6 @@ def causes_table(
     mechanism: Mapping[str, float],
 ) -> xr.Dataset:
     """Return the causes in their order, dim ``cause``."""
-    import xarray as xr
-
     names = list(probability)
     columns: dict[str, tuple[list[Any], str, str, str]] = {
         "title": ([ALL_CAUSES[name].title for name in names], "cause", "", "possible cause of the failure"),
@@ -334,8 +330,6 @@ def _evidence(
     symptoms: Mapping[str, Symptom], facts: list[RunFact], rules: Rules, probability: Mapping[str, float]
 ) -> xr.Dataset:
     """Return the contribution of each symptom to the log-odds of each cause, largest first within a cause."""
-    import xarray as xr
-
     given = rules.evidence({name: symptom.strength for name, symptom in symptoms.items()})
     rows: list[tuple[str, Symptom, float]] = []
     for cause in probability:
@@ -376,8 +370,6 @@ def _evidence(
 
 def experiments_table(experiments: list[Experiment]) -> xr.Dataset:
     """Return the proposed experiments as a dataset in their order, dim ``experiment``."""
-    import xarray as xr
-
     columns: dict[str, tuple[list[Any], str, str]] = {
         "cause": ([e.cause for e in experiments], "", "cause that the experiment decides about"),
         "title": ([e.title for e in experiments], "", "the change in words"),

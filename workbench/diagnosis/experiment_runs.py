@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xarray as xr
 from torch import nn
 
 from workbench.callbacks.faults import Fault
@@ -34,8 +35,6 @@ from workbench.training.training_plan import TrainingPlan
 from workbench.zoo.module_of import module_of
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.models.subject import Subject
 
 
@@ -127,8 +126,6 @@ def run_experiment(
         `workbench.diagnose`: Ranks the causes and proposes the experiments.
         `workbench.train`: Trains the replays.
     """
-    import xarray as xr
-
     table = tree["experiments"].to_dataset()
     at = _place(table, experiment)
     rules = Rules.shipped() if rules is None else rules
@@ -445,8 +442,6 @@ def _verdict(
 
 def weigh(tree: xr.DataTree, change: str, *, supports: bool, rules: Rules) -> None:
     """Update the causes of a diagnosis by the outcome of one replay, in place."""
-    import xarray as xr
-
     causes = tree["causes"].to_dataset()
     before = dict(zip(map(str, causes["cause"].values), causes["probability"].values.tolist(), strict=True))
     after = rules.after(before, change, supports=supports)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.errors import SchemaError, StoreError
 from workbench.formatting import percent
@@ -23,8 +24,6 @@ from workbench.schema.events import Event
 from workbench.schema.statuses import FailureKind
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.contracts.results import CheckReport
     from workbench.diagnosis.checkpoint_evidence import WeightMeasurement
 
@@ -134,8 +133,6 @@ def read_record(run: Any, *, weights: WeightMeasurement | None = None) -> Record
         StoreError: If there is no run at the path.
         SchemaError: If the run has no monitors with a loss or too few steps to diagnose, or a log lacks steps.
     """
-    import xarray as xr
-
     source = ""
     if isinstance(run, str | os.PathLike):
         source = str(Path(run))

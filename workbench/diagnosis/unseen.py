@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
+import xarray as xr
 
 from workbench.contracts.results import Status
 from workbench.diagnosis.failed_run import Record
 from workbench.formatting import percent
 from workbench.probes.batch import IGNORED
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 #: Labels, or ends of texts, of the probe that decide about all others, and the fraction of them that must agree.
 _LEAST, _NEARLY_ALL = 4, 0.99
@@ -113,8 +110,6 @@ def contracts_tested(record: Record) -> list[str]:
 
 def unseen_in(record: Record) -> xr.Dataset:
     """Return the faults that this record does not show, dim ``unseen``, with the contract that tests each."""
-    import xarray as xr
-
     decided, tested = labels_of_probe(record), contracts_tested(record)
     rows = [
         (what, how)

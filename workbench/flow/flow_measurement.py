@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 from workbench.flow.branch_reader import StreamState, short_names
@@ -29,9 +30,6 @@ from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt, Seed
 from workbench.schema.flows import FLOW
 from workbench.schema.runs import SCHEMA_VERSION
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 
 @with_weights
@@ -147,8 +145,6 @@ def measure(
 
 
 def _as_dataset(values: dict[str, np.ndarray], layer_names: list[str], attrs: dict[str, Any]) -> xr.Dataset:
-    import xarray as xr
-
     sublayer_name = values.pop("sublayer_name")
     variables = {name: (rule.dims, values[name], rule.attrs) for name, rule in FLOW.items()}
     coords = {

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+import xarray as xr
 
 from workbench.errors import SchemaError
 from workbench.schema.flows import FLOW
 from workbench.schema.runs import Variable
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _NONE = "NaN if not observed"
 _FEW = "NaN with fewer than three blocks"
@@ -95,8 +91,6 @@ def summarize(flow: xr.Dataset) -> xr.Dataset:
     See Also:
         `workbench.flow.measure`: Measures a flow.
     """
-    import xarray as xr
-
     check_flow(flow)
     if "step" in flow.dims:
         rows = [summarize(flow.isel(step=i, drop=True)) for i in range(flow.sizes["step"])]

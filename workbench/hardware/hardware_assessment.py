@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 from torch import nn
 
 from workbench.errors import OptionError, require_listed
@@ -31,8 +32,6 @@ from workbench.tasks.random_stream import RandomStream
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-
-    import xarray as xr
 
     from workbench.hardware.emulation import Loss
 
@@ -162,8 +161,6 @@ def _measured(hazard: Hazard, emulation: Emulation) -> Finding:
 
 def _dataset(hazards: list[Hazard], found: list[Finding], plan: AssessmentPlan, layer_names: list[str]) -> xr.Dataset:
     """Combine the findings into one dataset."""
-    import xarray as xr
-
     applies = [hazard.applies(plan) for hazard in hazards]
     pairs = list(zip(hazards, found, strict=True))
     states = [

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
+import xarray as xr
 from torch import nn
 
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
@@ -32,9 +33,6 @@ from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
 from workbench.option_kinds import NonNegativeInt, PositiveInt
 from workbench.schema.runs import SPECTRA_COUNTS
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 #: Number of tokens assumed for an image.
 _TOKENS_OF_AN_IMAGE = 256

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xarray as xr
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -29,8 +30,6 @@ from workbench.models.readable_weights import Measurement, complete, on_device
 from workbench.schema.runs import PRECISION
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.models.subject import Subject
 
 #: Function from the model to its loss as a 0-dim tensor with a graph.
@@ -136,8 +135,6 @@ def precision_errors(
     )
     for error in failed.values():
         raise error
-    import xarray as xr
-
     names = [site.name for site in anatomy.sites]
     return xr.Dataset(
         {name: (PRECISION[name].dims[1:], value, PRECISION[name].attrs) for name, value in values.items()},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+import xarray as xr
 
 from workbench.assessment.criteria import LIMIT, RATE, SLOW_RATE
 from workbench.assessment.verdict import DECIDES
@@ -25,9 +26,6 @@ from workbench.reports.document import (
     sentence_of,
 )
 from workbench.schema.statuses import BAD_STATES, WORST_FIRST, CriterionState, DecisionKind, Verdict
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 VERDICT_STATE: dict[str, CriterionState] = {
     Verdict.PROCEED: CriterionState.HEALTHY,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import xarray as xr
 
 from workbench.formatting import capitalized, clause, listed, lowered, title_of, units_in_words
 from workbench.reports import effect_space, pictures
@@ -29,9 +31,6 @@ from workbench.reports.document import (
 )
 from workbench.schema.statuses import CriterionState, DiagnosisState, SymptomKind
 from workbench.schema.symptoms import symptom_title
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 _LEAD = (
     "All data of the diagnosis. Tables with numbered rows contain the numbers that the sentences of this report cite; "

@@ -7,15 +7,13 @@ import re
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.errors import SchemaError
 from workbench.formatting import band_in_words, number_in_words, title_of, units_in_words
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 #: Words in names of variables that are fractions and are written in percent.
 _FRACTIONS = {"probability", "share", "confidence", "mass"}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.formatting import NO_BAND, lowered, number_in_words, title_of
 from workbench.reports import pictures
@@ -23,9 +24,6 @@ from workbench.reports.document import (
     unique,
     without_empty_columns,
 )
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 #: Variables along longer dimensions are summarized by their extremes.
 _MOST_ROWS = 48

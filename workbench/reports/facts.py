@@ -6,12 +6,10 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import xarray as xr
+import xarray as xr
 
 
 def facts(tree: xr.DataTree) -> dict[str, Any]:

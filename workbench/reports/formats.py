@@ -6,7 +6,9 @@ import base64
 import re
 from collections.abc import Callable
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import xarray as xr
 
 from workbench.formatting import capitalized
 from workbench.reports.document import (
@@ -25,9 +27,6 @@ from workbench.reports.document import (
 )
 from workbench.reports.pictures import as_address, image
 from workbench.schema.statuses import CriterionState
-
-if TYPE_CHECKING:
-    import xarray as xr
 
 
 def html(document: Document, tree: xr.DataTree) -> str:

@@ -7,8 +7,10 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
+
+import xarray as xr
 
 from workbench.errors import SchemaError, StoreError, require_lab
 from workbench.formatting import listed
@@ -38,10 +40,6 @@ from workbench.reports.document import (
     unique,
 )
 from workbench.schema.statuses import CriterionState, Verdict
-
-if TYPE_CHECKING:
-    import xarray as xr
-
 
 _LEAD = (
     "All designs side by side, followed by the measurements of each. Tables with numbered rows contain the numbers "
@@ -323,8 +321,6 @@ def detached(tree: xr.DataTree) -> xr.DataTree:
 
 def document_of(tree: xr.DataTree) -> Document:
     """Return the content of the report of a tree."""
-    import xarray as xr
-
     if not isinstance(tree, xr.DataTree):
         raise SchemaError.of("tree", tree, "a DataTree", remedy="create one with wb.assess()")
     kind = tree.attrs.get("kind")

@@ -8,12 +8,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 
 from workbench.reports.document import Picture
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.reports.document import Block
 
 #: With more marks than this, a PNG is smaller than an SVG.
@@ -128,8 +127,6 @@ def as_address(mime: str, content: bytes) -> str:
 
 def hazards_as_criteria(hardware: xr.Dataset) -> xr.Dataset:
     """Return the applicable hazards of a part ``hardware`` as criteria for `workbench.plots.criteria_bands`."""
-    import xarray as xr
-
     data = hardware.isel(hazard=hardware["applies"].values.astype(bool))
     renamed = {"title": "title", "value": "effect", "units": "unit", "high": "healthy_limit", "state": "state"}
     columns = {new: ("criterion", data[old].values) for new, old in renamed.items()}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 from workbench.koopman.spectra import RankWarning
@@ -35,7 +36,6 @@ from workbench.training.training_plan import DEFAULT_RATE, TrainingOptions, Trai
 if TYPE_CHECKING:
     Loss = Callable[[Tensor, Tensor], Tensor]
     Batch = tuple[Any, Tensor]
-    import xarray as xr
 
 
 #: Coarse grid of learning rates; the interval between two of them is bisected ``_N_HALVINGS`` times.
@@ -388,8 +388,6 @@ def _forward_pass(model: nn.Module, anatomy: Anatomy, inputs: Any, *, factor: fl
 
 def as_cases(rows: list[dict[str, Any]]) -> xr.Dataset:
     """Combine rows into one dataset; missing layers and modes are NaN."""
-    import xarray as xr
-
     data = {}
     for name, rule in {**SETTINGS, **MEASURES}.items():
         values: list[np.ndarray] = [np.asarray(row[name], dtype=dtype_of(name, rule.kind)) for row in rows]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+import xarray as xr
 from threadpoolctl import threadpool_limits
 from torch import nn
 
@@ -36,7 +37,6 @@ from workbench.training.callback import StepRecord
 from workbench.training.recording import first_difference
 
 if TYPE_CHECKING:
-    import xarray as xr
     from distributed import Client, LocalCluster
 
 
@@ -144,8 +144,6 @@ def open_sweep(path: str | os.PathLike[str]) -> xr.Dataset:
         `workbench.sweeps.run`: Executes a sweep.
         `workbench.rates.rate_outcomes`: Computes the outcomes of a sweep over learning rates.
     """
-    import xarray as xr
-
     attrs = _attrs_of(as_path(path))
     # At this size dask would be slower.
     with _STORE.reading(path), xr.open_zarr(path, consolidated=False, chunks=None) as data:

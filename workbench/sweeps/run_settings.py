@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import numpy as np
 import torch
+import xarray as xr
 from torch import nn
 
 from workbench.callbacks.kss import KSS
@@ -25,7 +26,6 @@ from workbench.training.training_plan import DEFAULT_RATE, SCHEDULES, TrainingOp
 from workbench.zoo import ArchitectureConfig, build
 
 if TYPE_CHECKING:
-    import xarray as xr
     from torch import nn
 
     from workbench.tasks.task import SeededTask
@@ -105,8 +105,6 @@ def replan(case: xr.Dataset, *, n_steps: int | None = None, **settings: Unpack[T
         `workbench.sweeps.measure_case`: Measures a case.
         `workbench.risk.over_rates`: Predicts the risk of a case over a range of learning rates.
     """
-    import xarray as xr
-
     changes: dict[str, Any] = {
         name: value
         for name, value in {"n_steps": n_steps, **settings}.items()

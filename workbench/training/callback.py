@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xarray as xr
 from torch import Tensor, nn
 
 from workbench.errors import OptionError
@@ -32,7 +33,6 @@ from workbench.schema.events import Event
 
 if TYPE_CHECKING:
     import torch
-    import xarray as xr
 
 
 #: Metrics of a step that the trainer itself provides.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 from workbench.errors import CheckpointError, OptionError, SnapshotError, StoreError, WorkbenchError
@@ -48,8 +49,6 @@ from workbench.training.recording import (
 from workbench.training.training_plan import PRECISIONS, TrainingPlan
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.tasks import Task
 
 

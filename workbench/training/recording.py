@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import xarray as xr
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -37,8 +38,6 @@ from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt
 
 if TYPE_CHECKING:
-    import xarray as xr
-
     from workbench.tasks import Task
     from workbench.training.callback import Callback
     from workbench.training.training_plan import TrainingPlan

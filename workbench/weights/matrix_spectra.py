@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+import xarray as xr
 from torch import Tensor, nn
 
 from workbench.errors import CheckpointError, OptionError
@@ -29,10 +30,6 @@ from workbench.option_kinds import PositiveInt
 from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.weights import WEIGHT_CHANGES, WEIGHT_COORDS, WEIGHTS, validate_weights
 from workbench.zoo.module_of import module_of
-
-if TYPE_CHECKING:
-    import xarray as xr
-
 
 #: Number of rows that are converted to float64 at a time.
 _ROWS = 8192
@@ -310,8 +307,6 @@ def _singular_values(matrix: Tensor, other: Tensor | None) -> tuple[Tensor, floa
 
 
 def _as_dataset(rows: list[dict[str, Any]], attrs: dict[str, Any]) -> xr.Dataset:
-    import xarray as xr
-
     longest = max(len(row["singular_value"]) for row in rows)
     values = np.full((len(rows), longest), np.nan)
     for i, row in enumerate(rows):
