@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import ipywidgets
 import xarray as xr
@@ -15,24 +16,17 @@ from workbench.formatting import capitalized, clause, counted, percent
 from workbench.io.store import export_netcdf
 from workbench.option_kinds import Seed
 from workbench.plots.figure_files import for_backend, picture_of
-from workbench.reports.document import Numbers
+from workbench.reports.document import Fact, Numbers
 from workbench.reports.formats import html
 from workbench.reports.make_report import detached, report
 from workbench.schema.statuses import CriterionState
-from workbench.widgets.base import known
+from workbench.widgets.base import WorkbenchWidget, known
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
 from workbench.widgets.report.page import ReportPage
 from workbench.widgets.report.views import CriteriaView, SideBySide
 from workbench.widgets.tables import HEAD, HEADLINE_CSS, headline
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.worker import MeasuringWidget
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from workbench.reports.document import Fact
-    from workbench.widgets.base import WorkbenchWidget
-
 
 #: Kind of tree -> name of the second view.
 _SECOND_VIEW = {"assessment": "criteria", "diagnosis": "experiments", "comparison": "side by side"}

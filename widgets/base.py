@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import html
 import logging
+import os
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ipywidgets
 import xarray as xr
@@ -25,11 +27,6 @@ from workbench.plots.figure_files import save as save_figure
 from workbench.widgets.static_picture import Presence, StaticPicture
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.theme import check_theme
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

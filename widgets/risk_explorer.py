@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import ipywidgets
 import numpy as np
@@ -21,26 +22,18 @@ from workbench.option_kinds import one_of
 from workbench.plots import style
 from workbench.plots.figure_files import picture_of
 from workbench.rates.find_rate import FoundRates
-from workbench.risk.edge_model import shipped
+from workbench.risk.edge_model import EdgeModel, shipped
 from workbench.risk.risk import Risk, over_rates, predict
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.base import known
 from workbench.widgets.figure import Figure, FigureStage
 from workbench.widgets.risk import words
 from workbench.widgets.risk.controls import Measured, ModelChoice, PlanControls, measure, run_pilot
-from workbench.widgets.risk.words import page
+from workbench.widgets.risk.words import RiskAnswer, page
 from workbench.widgets.tables import HEADLINE_CSS, headline
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.theme import enlarge_text
 from workbench.widgets.worker import MeasuringWidget
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from workbench.risk.edge_model import EdgeModel
-    from workbench.widgets.risk.words import RiskAnswer
-
 
 _STALE = "workbench-risk-stale"
 _NOTHING = "Nothing has been measured yet;"

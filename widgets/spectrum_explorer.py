@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 import numpy as np
@@ -14,18 +15,13 @@ from workbench.io.store import as_run
 from workbench.koopman.measures import remeasure
 from workbench.plots import eigenvalue_map
 from workbench.plots.figure_inputs import named_spectra, select_layers
-from workbench.plots.plane_view import ZOOMS, view_of
+from workbench.plots.plane_view import ZOOMS, PlaneView, view_of
 from workbench.widgets.base import KINDS, WorkbenchWidget
 from workbench.widgets.eigenvalue_panels import ZOOM_TIPS, EigenvaluePanels, key_in_words
 from workbench.widgets.figure import Figure
 from workbench.widgets.saved_page import SavedView, saved_page
 from workbench.widgets.tables import SCROLLING, mass_table, mode_table, muted
 from workbench.widgets.theme import THEMES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from workbench.plots.plane_view import PlaneView
 
 
 class SpectrumExplorer(WorkbenchWidget):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -15,10 +16,6 @@ from workbench.koopman.measures import MASSES, summarize
 from workbench.plots.figure_files import save
 from workbench.schema.runs import SPECTRA
 from workbench.schema.statuses import CriterionState
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 #: From the center of the circle outwards; the order of the columns of the table and of the parts of its bars.
 _MASS_COLORS = {

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
 
-from workbench.callbacks.alarms import WATCHED
+from workbench.callbacks.alarms import WATCHED, Alarm, Alarms, Attribution
+from workbench.callbacks.alarms.probe_alarms import Check
+from workbench.callbacks.guard import Action
 from workbench.errors import SchemaError, StoreError
 from workbench.io.run_access import spectra_of
 from workbench.io.store import open_run
@@ -23,15 +27,7 @@ from workbench.plots.timeline_events import (
 )  # fmt: skip
 from workbench.plots.timeline_panels import FARTHEST, LOWEST
 from workbench.studies.signals import checks_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from workbench.callbacks.alarms import Alarm, Alarms, Attribution
-    from workbench.callbacks.alarms.probe_alarms import Check
-    from workbench.callbacks.guard import Action
-    from workbench.training.callback import StepRecord
+from workbench.training.callback import StepRecord
 
 #: Names of the traces in a run, from top to bottom.
 TRACES = ("loss", "grad_norm", "near_unit_mass", "spectral_radius", "evidence")

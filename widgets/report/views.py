@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ipywidgets
 import numpy as np
@@ -17,17 +17,11 @@ from workbench.reports import pictures
 from workbench.reports.assessment_document import proxy_of
 from workbench.reports.document import Numbers, Picture, Quantity
 from workbench.schema.statuses import WORST_FIRST, CriterionState
-from workbench.widgets.base import known
+from workbench.widgets.base import WorkbenchWidget, known
 from workbench.widgets.figure import FigureStage
 from workbench.widgets.report.choice_table import ChoiceTable, cell, row
 from workbench.widgets.tables import HEAD, MUTED, NAME, TABLE
 from workbench.widgets.tags import Tags
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from workbench.widgets.base import WorkbenchWidget
-
 
 #: Parts that contain only summary numbers -> part whose figure shows the underlying data.
 _PICTURED_BY = {"structure": "flow", "trials": "pilot"}

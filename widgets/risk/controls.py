@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import ipywidgets
 import xarray as xr
-from torch import nn
+from torch import Tensor, nn
 
 from workbench import tasks, zoo
 from workbench.errors import OptionError, require_listed
@@ -16,17 +17,10 @@ from workbench.models.checkpoint import open_checkpoint
 from workbench.models.losses import token_loss
 from workbench.models.subject import Subject
 from workbench.rates.find_rate import FoundRates, find_rate
+from workbench.risk.edge_model import EdgeModel
 from workbench.sweeps import measure_case, replan
+from workbench.tasks import Task
 from workbench.training.training_plan import SCHEDULES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from workbench.risk.edge_model import EdgeModel
-    from workbench.tasks import Task
-
 
 #: Vocabulary size of the recorded runs.
 _VOCABULARY = 64

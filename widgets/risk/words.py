@@ -5,19 +5,16 @@ from __future__ import annotations
 import html
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import xarray as xr
 
 from workbench.formatting import DASH, fixed, percent, rounded
 from workbench.koopman.measures import summarize
+from workbench.rates.find_rate import FoundRates
+from workbench.risk.risk import Risk
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.tables import figure_page, headline
-
-if TYPE_CHECKING:
-    from workbench.rates.find_rate import FoundRates
-    from workbench.risk.risk import Risk
-
 
 #: Probability of not learning well from which a training may fail, and from which it is likely to fail.
 _MAY_FAIL, _LIKELY_FAILS = 0.4, 0.75

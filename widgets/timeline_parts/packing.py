@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from workbench.plots.style import depth_colors, model_style
 from workbench.plots.timeline_events import TimelineEvent
-from workbench.plots.timeline_panels import PanelAxis, lead_in_words
+from workbench.plots.timeline_panels import PanelAxis, RunEvents, lead_in_words
 from workbench.studies import signals as sig
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from workbench.plots.timeline_events import TimelineEvent
-    from workbench.plots.timeline_panels import RunEvents
-    from workbench.widgets.live.history import LiveModes
-    from workbench.widgets.timeline_parts.followed_run import FollowedRun
+from workbench.widgets.live.history import LiveModes
+from workbench.widgets.timeline_parts.followed_run import FollowedRun
 
 
 @dataclass(frozen=True)

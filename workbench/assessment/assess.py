@@ -11,11 +11,12 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 import xarray as xr
+from torch import Tensor, nn
 
 from workbench.assessment.criteria import Sizes
 from workbench.assessment.decisions import decide
@@ -57,10 +58,6 @@ from workbench.schema.runs import SCHEMA_VERSION
 from workbench.schema.statuses import BAD_STATES, Verdict
 from workbench.tasks import as_task
 from workbench.training.training_plan import DEFAULT_RATE
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 
 #: Parts of every assessment, and the percentage of the total time that each usually takes.
 PARTS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import xarray as xr
@@ -13,10 +12,6 @@ import xarray as xr
 from workbench.assessment.structure import ALL
 from workbench.formatting import counted
 from workbench.schema.statuses import CriterionState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 #: Size -> phrase; ``{}`` is a number or a range.
 _WORDS = {"width": "width {}", "blocks": "{} blocks", "experts": "{} experts"}

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -15,11 +15,9 @@ from workbench.assessment.criteria import BROKEN_TRIALS, RATE, SLOW_RATE, Sizes
 from workbench.assessment.structure import WORDS
 from workbench.assessment.verdict import COLUMNS, FIRST_STEP, verdict_of
 from workbench.formatting import short
+from workbench.hardware.plan import AssessmentPlan
 from workbench.schema.statuses import BAD_STATES, DecisionKind, Verdict
 from workbench.training.training_plan import DEFAULT_RATE
-
-if TYPE_CHECKING:
-    from workbench.hardware.plan import AssessmentPlan
 
 #: Failure mode -> monitors to record during training, by part and name of the recorder, and why.
 _WATCH = {

@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import xarray as xr
+from torch import Tensor, nn
 
 from workbench.callbacks.kss import KSS
 from workbench.callbacks.train import train
@@ -23,10 +24,6 @@ from workbench.rates.find_rate import SOURCES, FoundRates, extrapolated, find_ra
 from workbench.tasks import as_task
 from workbench.tasks.task import LaterBatches
 from workbench.training.training_plan import DEFAULT_RATE, TrainingPlan
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
 
 #: Maximum number of updates of the pilot, and time limit in seconds, after which only finished rounds are used.
 BUDGET, SECONDS = 400, 30.0

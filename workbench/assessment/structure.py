@@ -7,7 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +22,7 @@ from workbench.flow.norm_eps import eps_fractions
 from workbench.models.calling import config_options, on_device_of
 from workbench.models.losses import token_loss
 from workbench.sweeps.case_measures import first_update
-from workbench.training.training_plan import NO_OPTIONS
-
-if TYPE_CHECKING:
-    from workbench.training.training_plan import TrainingPlan
-
+from workbench.training.training_plan import NO_OPTIONS, TrainingPlan
 
 #: Smallest depth that is used to normalize the growth of the residual stream.
 SHALLOW = 8

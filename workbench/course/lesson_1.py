@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 import xarray as xr
+from torch import Tensor
 
 from workbench.course.exercises import ChoiceExercise, FunctionExercise, NumberExercise
 from workbench.models.profile import profile
 from workbench.tasks.sequences import text_bytes
+from workbench.zoo.architecture_config import Norm
 from workbench.zoo.constructors import transformer
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from workbench.zoo.architecture_config import Norm
-    from workbench.zoo.decoders import Transformer
+from workbench.zoo.decoders import Transformer
 
 #: The models of the notebook.
 _SIZE: dict[str, Any] = {"d_model": 32, "n_layers": 8, "n_heads": 4, "vocab_size": 256, "seed": 42}

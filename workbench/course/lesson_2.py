@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -14,10 +14,8 @@ from workbench.koopman.measures import depth_thirds
 from workbench.models.profile import profile
 from workbench.studies import samples
 from workbench.tasks.sequences import text_bytes
+from workbench.zoo.architecture_config import Norm
 from workbench.zoo.constructors import transformer
-
-if TYPE_CHECKING:
-    from workbench.zoo.architecture_config import Norm
 
 #: The models of the notebook.
 _SIZE: dict[str, Any] = {"d_model": 32, "n_layers": 12, "n_heads": 4, "vocab_size": 256, "seed": 42}

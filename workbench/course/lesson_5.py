@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import xarray as xr
 
@@ -13,10 +13,6 @@ from workbench.diagnosis import Rules
 from workbench.diagnosis.diagnose import diagnose
 from workbench.io.store import open_run
 from workbench.studies import samples
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 #: Name of a run in the lesson -> recorded run.
 _RUNS = {"A": "precision", "B": "healthy", "C": "architecture", "D": "hyperparameter"}

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,16 +27,13 @@ from workbench.diagnosis.ranking import REPLAYED, Rules
 from workbench.errors import CheckpointError, OptionError
 from workbench.io.progress import Progress
 from workbench.models.checkpoint import load_weights
+from workbench.models.subject import Subject
 from workbench.option_kinds import PositiveFloat, PositiveInt
 from workbench.schema.statuses import FailureKind
 from workbench.tasks import Task, as_task
 from workbench.training.recording import read_checkpoint
 from workbench.training.training_plan import TrainingPlan
 from workbench.zoo.module_of import module_of
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
-
 
 #: A rise by this fraction of the recorded rise counts as a recurrence of the failure.
 _RECURRENCE = 0.4

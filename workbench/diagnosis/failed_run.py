@@ -12,20 +12,18 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
 
+from workbench.contracts.results import CheckReport
+from workbench.diagnosis.checkpoint_evidence import WeightMeasurement
 from workbench.errors import SchemaError, StoreError
 from workbench.formatting import percent
 from workbench.io.store import open_run_or_log
 from workbench.schema.events import Event
 from workbench.schema.statuses import FailureKind
-
-if TYPE_CHECKING:
-    from workbench.contracts.results import CheckReport
-    from workbench.diagnosis.checkpoint_evidence import WeightMeasurement
 
 #: Parts that symptoms read.
 PARTS = (

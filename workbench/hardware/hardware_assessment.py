@@ -6,17 +6,18 @@ import itertools
 import json
 import math
 import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
 from torch import nn
 
 from workbench.errors import OptionError, require_listed
-from workbench.hardware.emulation import Emulation, Finding, NotMeasured
+from workbench.hardware.emulation import Emulation, Finding, Loss, NotMeasured
 from workbench.hardware.hazards import HAZARDS, Hazard
 from workbench.hardware.plan import AssessmentPlan, read_plan
 from workbench.io.provenance import versions
@@ -29,11 +30,6 @@ from workbench.option_kinds import PositiveInt, Seed
 from workbench.schema.statuses import CriterionState
 from workbench.tasks import as_task
 from workbench.tasks.random_stream import RandomStream
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from workbench.hardware.emulation import Loss
 
 _NUMBERS = {
     "relative_error": "Norm of the change of the gradient (or update) over its norm",

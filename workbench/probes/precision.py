@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +27,8 @@ from workbench.models.calling import config_options, known_options, named_argume
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed, watch
 from workbench.models.readable_weights import Measurement, complete, on_device
+from workbench.models.subject import Subject
 from workbench.schema.runs import PRECISION
-
-if TYPE_CHECKING:
-    from workbench.models.subject import Subject
 
 #: Function from the model to its loss as a 0-dim tensor with a graph.
 LossOf = Callable[[nn.Module], Tensor]

@@ -5,15 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from workbench.reports.document import Picture
-
-if TYPE_CHECKING:
-    from workbench.reports.document import Block
+from workbench.reports.document import Block, Picture
 
 #: With more marks than this, a PNG is smaller than an SVG.
 _MOST_MARKS = 1500

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import xarray as xr
+from numpy.typing import ArrayLike
 
 from workbench.errors import OptionError, SchemaError
 from workbench.option_checks import checked
 from workbench.option_kinds import Level, PositiveInt
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
 
 #: Entries in one block of resamples, which limits the memory of a bootstrap.
 _BLOCK = 2_000_000

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, Unpack
+from typing import Annotated, Any, Unpack
 
 import numpy as np
 import torch
@@ -22,14 +22,9 @@ from workbench.errors import OptionError, require_known, require_listed
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeInt, PositiveInt, Range, Seed, one_of
 from workbench.schema.sweeps import SETTINGS, dtype_of
+from workbench.tasks.task import SeededTask
 from workbench.training.training_plan import DEFAULT_RATE, SCHEDULES, TrainingOptions, TrainingPlan, takes_settings
 from workbench.zoo import ArchitectureConfig, build
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from workbench.tasks.task import SeededTask
-
 
 #: Settings of a case that cannot be changed without measuring it again.
 _KEPT = ("precision", "seed", "loss_limit", "grad_norm_limit", "stops_at_divergence")

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xarray as xr
@@ -28,6 +28,7 @@ from workbench.models.losses import accuracy_on_device, auxiliary_loss, predicti
 from workbench.models.probing import parts_of
 from workbench.probes.failed_pass import Around, LossOf, first_bad_tensor
 from workbench.schema.events import Event
+from workbench.tasks import Task
 from workbench.tasks.random_stream import RandomStream
 from workbench.tasks.user_data import DataTask, OneShotTask
 from workbench.training.callback import Callback, CallbackGroup, PassFunction, PassResult, StepRecord, TrainingRun
@@ -47,10 +48,6 @@ from workbench.training.recording import (
     write_checkpoint,
 )
 from workbench.training.training_plan import PRECISIONS, TrainingPlan
-
-if TYPE_CHECKING:
-    from workbench.tasks import Task
-
 
 #: Tokens of the examples on which the effect of updates is measured.
 _PROBE_TOKENS = 64

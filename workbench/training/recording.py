@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,11 +36,9 @@ from workbench.models.parametrizations import is_parametrized, plain_copy
 from workbench.models.subject import Subject
 from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt
-
-if TYPE_CHECKING:
-    from workbench.tasks import Task
-    from workbench.training.callback import Callback
-    from workbench.training.training_plan import TrainingPlan
+from workbench.tasks import Task
+from workbench.training.callback import Callback
+from workbench.training.training_plan import TrainingPlan
 
 
 @checked
