@@ -60,250 +60,180 @@ class Variable:
         return {"long_name": self.long_name, "units": self.units, "meaning": self.meaning}
 
 
-SPECTRA: dict[str, Variable] = {
-    "eigenvalue": Variable(
-        ("layer", "mode"), "c", "eigenvalue", "1",
-        "Koopman eigenvalue, modulus decreasing; NaN where the layer has fewer modes"),
-    "residual": Variable(("layer", "mode"), "f", "residual r_j", "1", "residual of the mode on the snapshots"),
-    "is_reliable": Variable(("layer", "mode"), "b", "reliable", "1", "residual at most the threshold"),
-    "near_unit_mass": Variable(("layer",), "f", "near-unit mass M", "1", "fraction of modes near the unit circle"),
-    "expansive_mass": Variable(("layer",), "f", "expansive mass", "1", "fraction of modes outside the unit circle"),
-    "contractive_mass": Variable(("layer",), "f", "contractive mass", "1", "fraction of modes inside the unit circle"),
-    "intermediate_mass": Variable(("layer",), "f", "intermediate mass", "1", "fraction of the remaining modes"),
-    "spectral_radius": Variable(("layer",), "f", "spectral radius", "1", "largest modulus"),
-    "eigenvector_condition": Variable(
-        ("layer",), "f", "eigenvector condition", "1", "kappa(V) of the unit right eigenvectors; inf if defective"),
-    "nonlinearity_ratio": Variable(
-        ("layer",), "f", "nonlinearity ratio", "1",
-        "norm of the update that no linear map explains, over that of the update"),
-    "kreiss_constant": Variable(
-        ("layer",), "f", "Kreiss constant", "1", "lower bound of K(A); inf where the spectral radius exceeds 1"),
-    "rank": Variable(("layer",), "i", "rank", "1", "number of modes: numerical rank of the state covariance"),
-    "energy_gain": Variable(("layer",), "f", "energy gain", "1", "E|Yw|^2 / E|Xw|^2 in the span of the states"),
-    "update_norm": Variable(("layer",), "f", "update norm", "1", "|Yw - Xw|_F / sqrt(N m) in the span of the states"),
-    "is_informative": Variable(("layer",), "b", "informative", "1", "update norm above its threshold"),
-    "covariance_condition": Variable(
-        ("layer",), "f", "covariance condition", "1",
-        "largest over smallest eigenvalue of the state covariance in use"),
-    "significant_digits": Variable(
-        ("layer",), "f", "significant digits", "1", "digits of lambda / rho that float64 moments keep"),
-}  # fmt: skip
+def variables(table: str) -> dict[str, Variable]:
+    """Return the variables of a table, a line for each: name, dimensions, kind, label, units and meaning."""
+    rows = [[cell.strip() for cell in line.split("|", 5)] for line in table.strip().splitlines()]
+    return {name: Variable(tuple(dims.split()), *cells) for name, dims, *cells in rows}
+
+
+SPECTRA = variables("""
+eigenvalue | layer mode | c | eigenvalue | 1 | Koopman eigenvalue, modulus decreasing; NaN where the layer has fewer \
+modes
+residual | layer mode | f | residual r_j | 1 | residual of the mode on the snapshots
+is_reliable | layer mode | b | reliable | 1 | residual at most the threshold
+near_unit_mass | layer | f | near-unit mass M | 1 | fraction of modes near the unit circle
+expansive_mass | layer | f | expansive mass | 1 | fraction of modes outside the unit circle
+contractive_mass | layer | f | contractive mass | 1 | fraction of modes inside the unit circle
+intermediate_mass | layer | f | intermediate mass | 1 | fraction of the remaining modes
+spectral_radius | layer | f | spectral radius | 1 | largest modulus
+eigenvector_condition | layer | f | eigenvector condition | 1 | kappa(V) of the unit right eigenvectors; inf if \
+defective
+nonlinearity_ratio | layer | f | nonlinearity ratio | 1 | norm of the update that no linear map explains, over that of \
+the update
+kreiss_constant | layer | f | Kreiss constant | 1 | lower bound of K(A); inf where the spectral radius exceeds 1
+rank | layer | i | rank | 1 | number of modes: numerical rank of the state covariance
+energy_gain | layer | f | energy gain | 1 | E|Yw|^2 / E|Xw|^2 in the span of the states
+update_norm | layer | f | update norm | 1 | |Yw - Xw|_F / sqrt(N m) in the span of the states
+is_informative | layer | b | informative | 1 | update norm above its threshold
+covariance_condition | layer | f | covariance condition | 1 | largest over smallest eigenvalue of the state covariance \
+in use
+significant_digits | layer | f | significant digits | 1 | digits of lambda / rho that float64 moments keep
+""")
 
 #: Present only if the number of states differs between layers, because depth depends on the data.
-SPECTRA_COUNTS: dict[str, Variable] = {
-    "layer_snapshots": Variable(("layer",), "i", "snapshots of the layer", "1", "token states that reached the layer")
-}
+SPECTRA_COUNTS = variables("""
+layer_snapshots | layer | i | snapshots of the layer | 1 | token states that reached the layer
+""")
 
-MONITORS: dict[str, Variable] = {
-    "loss": Variable(("step",), "f", "loss", "nat", "loss of the batch, without auxiliary terms"),
-    "auxiliary_loss": Variable(
-        ("step",), "f", "auxiliary loss", "nat", "weighted auxiliary terms; NaN if there are none"),
-    "accuracy": Variable(("step",), "f", "accuracy", "1", "fraction of targets with the largest probability"),
-    "grad_norm": Variable(("step",), "f", "gradient norm", "1", "norm of all gradients together, before clipping"),
-    "learning_rate": Variable(("step",), "f", "learning rate", "1", "largest rate of the optimizer's groups"),
-    "batch_size": Variable(("step",), "f", "batch size", "example", "examples of this update on all ranks"),
-    "n_tokens": Variable(
-        ("step",), "f", "tokens", "token",
-        "tokens of the batch without padding; NaN if its examples are not sequences"),
-    "token_entropy": Variable(
-        ("step",), "f", "token entropy", "nat", "of the distribution of token ids in the batch; NaN without ids"),
-    "label_entropy": Variable(
-        ("step",), "f", "label entropy", "nat", "of the distribution of labels in the batch; NaN if not available"),
-    "label_agreement": Variable(
-        ("step",), "f", "label agreement", "1", "fraction of labels that occur in their inputs; NaN if not available"),
-    "largest_losses": Variable(
-        ("step",), "f", "largest token losses", "nat",
-        "mean of the largest eighth of the token losses; NaN if unknown"),
-    "ignored_labels": Variable(
-        ("step",), "f", "ignored labels", "1", "fraction of labels that the loss ignores; NaN if not available"),
-    "repeated_examples": Variable(
-        ("step",), "f", "repeated examples", "1", "fraction of examples of the batch that occurred in recent batches"),
-    "loss_weight": Variable(
-        ("step",), "f", "weight of the losses", "1",
-        "of the losses in the outputs within those differentiated, summed, without loss scale: 1 for their mean, n "
-        "for the sum of n batches; NaN if the model returns no loss"),
-    "is_training": Variable(
-        ("step",), "f", "training mode", "1",
-        "fraction of modules in training mode in the forward pass: 1 all, 0 none"),
-    "loss_scale": Variable(
-        ("step",), "f", "loss scale", "1", "factor of a gradient scaler on the loss; NaN without one"),
-    "examined": Variable(
-        ("step",), "f", "examined update", "1", "2 if alarms and the contents of the batch were evaluated at this "
-        "update, 1 if only the alarms on the loss, 0 if the budget left both out; absent if there was no budget"),
-    "is_skipped": Variable(
-        ("step",), "f", "skipped update", "1", "1 if gradients were computed but no update was made, else 0"),
-    "repeated_batch": Variable(
-        ("step",), "f", "repeated batch", "1", "1 if every batch of the update equals one of the eight before it"),
-    "lookahead": Variable(
-        ("step",), "f", "lookahead", "1",
-        "difference of outputs between examples that begin with the same token, over that between two positions; 0 if "
-        "no position depends on later tokens, NaN with dropout or without such examples"),
-    "update_ratio": Variable(
-        ("step",), "f", "update ratio", "1", "RMS(dw) / RMS(w) of this update, over a fixed sample of all parameters"),
-    "spike_score": Variable(
-        ("step",), "f", "spike score", "1",
-        "fraction of losses so far that are outliers of the last 1,000; NaN at first"),
-    "kss_enabled": Variable(("step",), "b", "KSS enabled", "1", "whether Koopman Spectral Shaping is enabled"),
-    "kss_strength": Variable(("step",), "f", "KSS strength", "1", "weight of the spectral penalty"),
-    "kss_interval": Variable(("step",), "i", "KSS interval", "step", "steps between two applications of the penalty"),
-    "kss_gamma": Variable(("step",), "f", "KSS target", "1", "target of the near-unit mass"),
-    "kss_penalty": Variable(("step",), "f", "KSS penalty", "1", "mean over the measured layers; NaN if there are none"),
-    "kss_spectral_radius": Variable(
-        ("step",), "f", "spectral radius under KSS", "1", "largest over the measured layers; NaN if there are none"),
-    "kss_near_unit_mass": Variable(
-        ("step",), "f", "near-unit mass under KSS", "1", "mean over the measured layers; NaN if there are none"),
-    "kss_acting": Variable(("step",), "i", "regularized layers", "1", "layers whose penalty contributed a gradient"),
-    "kss_update_size": Variable(
-        ("step",), "f", "update size", "1", "fraction of the optimizer's update; below 1 in a trust region"),
-    "kss_skipped": Variable(("step",), "i", "skipped layers", "1", "layers that were due but had no usable gradient"),
-}  # fmt: skip
-
-_SPECTRUM = ("step", "layer", "head", "term")
-_HEAD = ("step", "layer", "head")
-_LAYER = ("step", "layer")
-_MODULE = ("step", "module")
+MONITORS = variables("""
+loss | step | f | loss | nat | loss of the batch, without auxiliary terms
+auxiliary_loss | step | f | auxiliary loss | nat | weighted auxiliary terms; NaN if there are none
+accuracy | step | f | accuracy | 1 | fraction of targets with the largest probability
+grad_norm | step | f | gradient norm | 1 | norm of all gradients together, before clipping
+learning_rate | step | f | learning rate | 1 | largest rate of the optimizer's groups
+batch_size | step | f | batch size | example | examples of this update on all ranks
+n_tokens | step | f | tokens | token | tokens of the batch without padding; NaN if its examples are not sequences
+token_entropy | step | f | token entropy | nat | of the distribution of token ids in the batch; NaN without ids
+label_entropy | step | f | label entropy | nat | of the distribution of labels in the batch; NaN if not available
+label_agreement | step | f | label agreement | 1 | fraction of labels that occur in their inputs; NaN if not available
+largest_losses | step | f | largest token losses | nat | mean of the largest eighth of the token losses; NaN if unknown
+ignored_labels | step | f | ignored labels | 1 | fraction of labels that the loss ignores; NaN if not available
+repeated_examples | step | f | repeated examples | 1 | fraction of examples of the batch that occurred in recent batches
+loss_weight | step | f | weight of the losses | 1 | of the losses in the outputs within those differentiated, summed, \
+without loss scale: 1 for their mean, n for the sum of n batches; NaN if the model returns no loss
+is_training | step | f | training mode | 1 | fraction of modules in training mode in the forward pass: 1 all, 0 none
+loss_scale | step | f | loss scale | 1 | factor of a gradient scaler on the loss; NaN without one
+examined | step | f | examined update | 1 | 2 if alarms and the contents of the batch were evaluated at this update, 1 \
+if only the alarms on the loss, 0 if the budget left both out; absent if there was no budget
+is_skipped | step | f | skipped update | 1 | 1 if gradients were computed but no update was made, else 0
+repeated_batch | step | f | repeated batch | 1 | 1 if every batch of the update equals one of the eight before it
+lookahead | step | f | lookahead | 1 | difference of outputs between examples that begin with the same token, over \
+that between two positions; 0 if no position depends on later tokens, NaN with dropout or without such examples
+update_ratio | step | f | update ratio | 1 | RMS(dw) / RMS(w) of this update, over a fixed sample of all parameters
+spike_score | step | f | spike score | 1 | fraction of losses so far that are outliers of the last 1,000; NaN at first
+kss_enabled | step | b | KSS enabled | 1 | whether Koopman Spectral Shaping is enabled
+kss_strength | step | f | KSS strength | 1 | weight of the spectral penalty
+kss_interval | step | i | KSS interval | step | steps between two applications of the penalty
+kss_gamma | step | f | KSS target | 1 | target of the near-unit mass
+kss_penalty | step | f | KSS penalty | 1 | mean over the measured layers; NaN if there are none
+kss_spectral_radius | step | f | spectral radius under KSS | 1 | largest over the measured layers; NaN if there are none
+kss_near_unit_mass | step | f | near-unit mass under KSS | 1 | mean over the measured layers; NaN if there are none
+kss_acting | step | i | regularized layers | 1 | layers whose penalty contributed a gradient
+kss_update_size | step | f | update size | 1 | fraction of the optimizer's update; below 1 in a trust region
+kss_skipped | step | i | skipped layers | 1 | layers that were due but had no usable gradient
+""")
 
 #: Measures of each head, of W = Wq Wk' and of its change over the cadence: "D2", "D3", "dWq", "dWk" and "W".
-ATTENTION: dict[str, Variable] = {
-    "frobenius_norm": Variable(
-        _SPECTRUM, "f", "Frobenius norm", "1",
-        "of the matrix; NaN if unreadable or not finite, or there is no such head"),
-    "stable_rank": Variable(
-        _SPECTRUM, "f", "stable rank", "1", "|M|_F^2 / |M|_2^2; NaN if there is no such matrix, or it is zero"),
-    "effective_rank": Variable(_SPECTRUM, "f", "effective rank", "1", "exp of the spectral entropy; NaN if undefined"),
-    "spectral_entropy": Variable(
-        _SPECTRUM, "f", "spectral entropy", "nat", "of s^alpha / sum s^alpha; NaN if undefined"),
-    "attention_logit_max": Variable(
-        _HEAD, "f", "largest attention logit", "1", "over the probe tokens; NaN if not observable"),
-    "attention_entropy": Variable(
-        _HEAD, "f", "attention entropy", "nat", "mean over the probe tokens; NaN if not observable"),
-    "attention_entropy_share": Variable(
-        _HEAD, "f", "normalized attention entropy", "1",
-        "entropy over log(visible tokens), mean over tokens that attend to several"),
-}  # fmt: skip
+ATTENTION = variables("""
+frobenius_norm | step layer head term | f | Frobenius norm | 1 | of the matrix; NaN if unreadable or not finite, or \
+there is no such head
+stable_rank | step layer head term | f | stable rank | 1 | |M|_F^2 / |M|_2^2; NaN if there is no such matrix, or it is \
+zero
+effective_rank | step layer head term | f | effective rank | 1 | exp of the spectral entropy; NaN if undefined
+spectral_entropy | step layer head term | f | spectral entropy | nat | of s^alpha / sum s^alpha; NaN if undefined
+attention_logit_max | step layer head | f | largest attention logit | 1 | over the probe tokens; NaN if not observable
+attention_entropy | step layer head | f | attention entropy | nat | mean over the probe tokens; NaN if not observable
+attention_entropy_share | step layer head | f | normalized attention entropy | 1 | entropy over log(visible tokens), \
+mean over tokens that attend to several
+""")
 
-ROUTER: dict[str, Variable] = {
-    "router_similarity": Variable(
-        _LAYER, "f", "router similarity", "1", "mean cosine of the rows of two experts; NaN with one expert"),
-    "router_conditioning": Variable(
-        _LAYER, "f", "router conditioning", "1", "largest distance of a row from the mean row, over its norm"),
-    "routing_entropy": Variable(
-        _LAYER, "f", "routing entropy", "nat",
-        "of the full softmax, mean over the probe tokens; NaN if not observable"),
-    "routing_entropy_share": Variable(
-        _LAYER, "f", "normalized routing entropy", "1", "over log(experts); NaN with one expert, or if not observable"),
-    "max_violation": Variable(
-        _LAYER, "f", "MaxVio", "1", "(largest - mean) / mean of the load on the probe; NaN if not observable"),
-    "dead_experts": Variable(
-        _LAYER, "f", "dead experts", "1", "experts that receive no probe token; NaN if not observable"),
-    "routing_change": Variable(
-        _LAYER, "f", "routing change", "1", "fraction of choices on the probe that changed since the last measurement"),
-    "expert_load": Variable(
-        ("step", "layer", "expert"), "f", "expert load", "1",
-        "fraction of choices on the probe; NaN if no such expert"),
-}  # fmt: skip
+ROUTER = variables("""
+router_similarity | step layer | f | router similarity | 1 | mean cosine of the rows of two experts; NaN with one expert
+router_conditioning | step layer | f | router conditioning | 1 | largest distance of a row from the mean row, over its \
+norm
+routing_entropy | step layer | f | routing entropy | nat | of the full softmax, mean over the probe tokens; NaN if not \
+observable
+routing_entropy_share | step layer | f | normalized routing entropy | 1 | over log(experts); NaN with one expert, or \
+if not observable
+max_violation | step layer | f | MaxVio | 1 | (largest - mean) / mean of the load on the probe; NaN if not observable
+dead_experts | step layer | f | dead experts | 1 | experts that receive no probe token; NaN if not observable
+routing_change | step layer | f | routing change | 1 | fraction of choices on the probe that changed since the last \
+measurement
+expert_load | step layer expert | f | expert load | 1 | fraction of choices on the probe; NaN if no such expert
+""")
 
 #: Measures of each module: each block, then "outside", which holds all other parameters.
-OPTIMIZER: dict[str, Variable] = {
-    "module_grad_norm": Variable(
-        _MODULE, "f", "gradient norm", "1", "of the gradients that the optimizer receives; NaN if there are none"),
-    "module_weight_norm": Variable(_MODULE, "f", "parameter norm", "1", "of the parameters before the update"),
-    "update_ratio": Variable(
-        _MODULE, "f", "update ratio", "1", "RMS(dw) / RMS(w) of this update; NaN without parameters"),
-    "unchanged_share": Variable(
-        _MODULE, "f", "unchanged fraction", "1",
-        "of the parameters whose gradient is not 0, those that the update did not change; NaN if none, or rate 0"),
-    "adam_staleness": Variable(
-        _MODULE, "f", "Adam staleness", "1", "sqrt(mean g^2 / max(v, eps^2)); NaN without second moments"),
-    "gradient_rms": Variable(_MODULE, "f", "gradient RMS", "1", "root mean square of the gradients of the module"),
-    "gradient_rms_over_eps": Variable(
-        _MODULE, "f", "gradient RMS over eps", "1", "gradient RMS over eps of Adam; NaN without second moments"),
-    "gradient_signal_share": Variable(
-        _MODULE, "f", "gradient signal fraction", "1",
-        "of the mean squared gradient, common to successive batches; NaN without first and second moments"),
-}  # fmt: skip
+OPTIMIZER = variables("""
+module_grad_norm | step module | f | gradient norm | 1 | of the gradients that the optimizer receives; NaN if there \
+are none
+module_weight_norm | step module | f | parameter norm | 1 | of the parameters before the update
+update_ratio | step module | f | update ratio | 1 | RMS(dw) / RMS(w) of this update; NaN without parameters
+unchanged_share | step module | f | unchanged fraction | 1 | of the parameters whose gradient is not 0, those that the \
+update did not change; NaN if none, or rate 0
+adam_staleness | step module | f | Adam staleness | 1 | sqrt(mean g^2 / max(v, eps^2)); NaN without second moments
+gradient_rms | step module | f | gradient RMS | 1 | root mean square of the gradients of the module
+gradient_rms_over_eps | step module | f | gradient RMS over eps | 1 | gradient RMS over eps of Adam; NaN without \
+second moments
+gradient_signal_share | step module | f | gradient signal fraction | 1 | of the mean squared gradient, common to \
+successive batches; NaN without first and second moments
+""")
 
 #: Measures of the residual stream that leaves each block, on the probe.
-ACTIVATIONS: dict[str, Variable] = {
-    "activation_max": Variable(_LAYER, "f", "largest activation", "1", "largest magnitude; NaN if not finite"),
-    "outlier_ratio": Variable(_LAYER, "f", "outlier ratio", "1", "largest over median magnitude; NaN if not finite"),
-    "kurtosis": Variable(
-        _LAYER, "f", "kurtosis", "1", "of all entries, 3 for a normal distribution; NaN if not finite"
-    ),
-    "state_norm": Variable(_LAYER, "f", "state norm", "1", "mean over tokens; NaN if not finite"),
-    "log_z": Variable(
-        ("step",), "f", "log Z", "nat", "RMS over tokens of log sum exp of the output logits; NaN without logits"
-    ),
-}
+ACTIVATIONS = variables("""
+activation_max | step layer | f | largest activation | 1 | largest magnitude; NaN if not finite
+outlier_ratio | step layer | f | outlier ratio | 1 | largest over median magnitude; NaN if not finite
+kurtosis | step layer | f | kurtosis | 1 | of all entries, 3 for a normal distribution; NaN if not finite
+state_norm | step layer | f | state norm | 1 | mean over tokens; NaN if not finite
+log_z | step | f | log Z | nat | RMS over tokens of log sum exp of the output logits; NaN without logits
+""")
 
-CURVATURE: dict[str, Variable] = {
-    "sharpness": Variable(
-        ("step",), "f", "sharpness", "1",
-        "largest eigenvalue of the Hessian of the loss on the probe; NaN if not found"),
-    "sharpness_rate": Variable(
-        ("step",), "f", "sharpness times learning rate", "1",
-        "largest eigenvalue times learning rate; gradient descent diverges above 2"),
-    "preconditioned_sharpness": Variable(
-        ("step",), "f", "preconditioned sharpness", "1",
-        "of the Hessian as scaled by Adam; NaN without second moments"),
-    "preconditioned_sharpness_rate": Variable(
-        ("step",), "f", "preconditioned sharpness times learning rate", "1",
-        "Adam with beta1 = 0.9 diverges above 38; NaN without second moments"),
-}  # fmt: skip
+CURVATURE = variables("""
+sharpness | step | f | sharpness | 1 | largest eigenvalue of the Hessian of the loss on the probe; NaN if not found
+sharpness_rate | step | f | sharpness times learning rate | 1 | largest eigenvalue times learning rate; gradient \
+descent diverges above 2
+preconditioned_sharpness | step | f | preconditioned sharpness | 1 | of the Hessian as scaled by Adam; NaN without \
+second moments
+preconditioned_sharpness_rate | step | f | preconditioned sharpness times learning rate | 1 | Adam with beta1 = 0.9 \
+diverges above 38; NaN without second moments
+""")
 
 #: Errors of the arithmetic of the run, see `workbench.probes.precision_errors`.
-PRECISION: dict[str, Variable] = {
-    "output_error": Variable(_LAYER, "f", "output error", "1", "relative error of the output of the block"),
-    "gradient_error": Variable(
-        _LAYER, "f", "gradient error", "1", "relative error of the gradient of all parameters of the block"),
-    "error_excess": Variable(
-        _LAYER, "f", "excess of error", "1", "largest error of the output or a gradient over that of rounding"),
-    "query_gradient_error": Variable(
-        _HEAD, "f", "query gradient error", "1", "relative error of the gradient of the query weights of a head"),
-    "query_error_excess": Variable(
-        _HEAD, "f", "excess of query gradient error", "1", "error of the query gradient over that of rounding"),
-    "query_gradient_bias": Variable(
-        _HEAD, "f", "query gradient bias", "1", "part of the error along the exact gradient, over its norm"),
-    "excess_limit": Variable(
-        ("step",), "f", "excess limit", "1", "excess that rounding does not reach in the number format of the run"),
-    "broken_rank": Variable(
-        ("step",), "f", "faulty rank", "1", "first rank with errors while others have none; NaN if all or none"),
-}  # fmt: skip
+PRECISION = variables("""
+output_error | step layer | f | output error | 1 | relative error of the output of the block
+gradient_error | step layer | f | gradient error | 1 | relative error of the gradient of all parameters of the block
+error_excess | step layer | f | excess of error | 1 | largest error of the output or a gradient over that of rounding
+query_gradient_error | step layer head | f | query gradient error | 1 | relative error of the gradient of the query \
+weights of a head
+query_error_excess | step layer head | f | excess of query gradient error | 1 | error of the query gradient over that \
+of rounding
+query_gradient_bias | step layer head | f | query gradient bias | 1 | part of the error along the exact gradient, over \
+its norm
+excess_limit | step | f | excess limit | 1 | excess that rounding does not reach in the number format of the run
+broken_rank | step | f | faulty rank | 1 | first rank with errors while others have none; NaN if all or none
+""")
 
 #: Whether the optimizer receives the gradients that were computed, see `workbench.probes.compare_gradients`.
-REDUCTION: dict[str, Variable] = {
-    "gradient_verdict": Variable(
-        ("step",), "f", "gradient verdict", "1", "severity of the `GradientVerdict`; -1 if not measured"),
-    "wrong_parameters": Variable(
-        ("step",), "f", "wrong parameters", "1", "fraction of those measured in this step; NaN if none are"),
-    "significant_bits": Variable(
-        ("step",), "f", "significant bits", "1", "of gradients received in low precision; NaN if none are"),
-    "missing_rank": Variable(
-        ("step",), "f", "missing rank", "1", "first rank whose gradients are missing; NaN if there is none"),
-    "missing_pass": Variable(
-        ("step",), "f", "missing backward pass", "1", "first one of the step whose gradients are missing; NaN if none"),
-    "receiving_rank": Variable(
-        ("step",), "f", "receiving rank", "1", "first rank that receives wrong gradients; NaN if all or none"),
-}  # fmt: skip
+REDUCTION = variables("""
+gradient_verdict | step | f | gradient verdict | 1 | severity of the `GradientVerdict`; -1 if not measured
+wrong_parameters | step | f | wrong parameters | 1 | fraction of those measured in this step; NaN if none are
+significant_bits | step | f | significant bits | 1 | of gradients received in low precision; NaN if none are
+missing_rank | step | f | missing rank | 1 | first rank whose gradients are missing; NaN if there is none
+missing_pass | step | f | missing backward pass | 1 | first one of the step whose gradients are missing; NaN if none
+receiving_rank | step | f | receiving rank | 1 | first rank that receives wrong gradients; NaN if all or none
+""")
 
 #: Effect of one update on the loss of fixed examples, see `probes.update.update_effect`.
-UPDATE: dict[str, Variable] = {
-    "loss_change": Variable(("step",), "f", "loss change", "nat", "change on fixed examples by this update"),
-    "predicted_loss_change": Variable(
-        ("step",), "f", "predicted loss change", "nat", "gradient on these examples times the change of the parameters"
-    ),
-}
+UPDATE = variables("""
+loss_change | step | f | loss change | nat | change on fixed examples by this update
+predicted_loss_change | step | f | predicted loss change | nat | gradient on these examples times the change of the \
+parameters
+""")
 
 #: Evidence of the alarms for a change of each signal, every 10 updates and at each alarm; see `workbench.Alarms`.
-EVIDENCE: dict[str, Variable] = {
-    "evidence": Variable(
-        ("step", "signal"),
-        "f",
-        "evidence relative to an alarm",
-        "1",
-        "largest since the last row; 1 is an alarm, inf if the signal is not finite, NaN if not evaluated",
-    )
-}
+EVIDENCE = variables("""
+evidence | step signal | f | evidence relative to an alarm | 1 | largest since the last row; 1 is an alarm, inf if the \
+signal is not finite, NaN if not evaluated
+""")
 
 #: Parts of a run in addition to the scalars of each update. Each part has its own steps; alarms write ``evidence``.
 PARTS: dict[str, dict[str, Variable]] = {
@@ -318,26 +248,20 @@ PARTS: dict[str, dict[str, Variable]] = {
     "evidence": EVIDENCE,
 }
 
-EVENTS: dict[str, Variable] = {
-    "step": Variable(("event",), "i", "step", "1", "updates before the event"),
-    "kind": Variable(
-        ("event",),
-        "UT",
-        "kind",
-        "",
-        "one of divergence, started, finished, stopped, resumed, no spectra, kss, fault, setting, alarm, "
-        "attribution, blame, action, not recorded, not finite, gap",
-    ),
-    "source": Variable(("event",), "UT", "source", "", "its source, such as loss, grad_norm, non-finite; may be empty"),
-    "score": Variable(("event",), "f", "score", "1", "value that caused it; NaN if there is none"),
-    "message": Variable(("event",), "UT", "message", "", "one readable sentence"),
-}
+EVENTS = variables("""
+step | event | i | step | 1 | updates before the event
+kind | event | UT | kind | | one of divergence, started, finished, stopped, resumed, no spectra, kss, fault, setting, \
+alarm, attribution, blame, action, not recorded, not finite, gap
+source | event | UT | source | | its source, such as loss, grad_norm, non-finite; may be empty
+score | event | f | score | 1 | value that caused it; NaN if there is none
+message | event | UT | message | | one readable sentence
+""")
 
 #: Place of an event; stores of older versions lack it.
-EVENT_PLACES: dict[str, Variable] = {
-    "layer": Variable(("event",), "i", "layer", "1", "layer of the event; -1 if there is none"),
-    "head": Variable(("event",), "i", "head", "1", "attention head of the event; -1 if there is none"),
-}
+EVENT_PLACES = variables("""
+layer | event | i | layer | 1 | layer of the event; -1 if there is none
+head | event | i | head | 1 | attention head of the event; -1 if there is none
+""")
 
 _INTEGER = (int, np.integer)
 _FLOAT = (float, np.floating)
