@@ -243,26 +243,18 @@ def evaluate(reading: CriterionReading, band: HealthyBand, *, scale: str = "line
 
 #: Measurement -> its failure mode, the side without healthy values, and the meaning of a value there.
 _ABOUT = {
-    "gain_by_depth": (
-        "gradient_flow_collapse", "high", "gradients explode or vanish with depth",
-    ),
-    "growth_by_depth": (
-        "gradient_flow_collapse", "high",
-        "the residual stream grows or shrinks with depth more than in any design that trained",
-    ),
+    "gain_by_depth": ("gradient_flow_collapse", "high", "gradients explode or vanish with depth"),
+    "growth_by_depth": ("gradient_flow_collapse", "high",
+        "the residual stream grows or shrinks with depth more than in any design that trained"),
     "attention_entropy_share": (
-        "attention_degeneracy", "low", "a head attends almost entirely to a single token at initialization",
-    ),
+        "attention_degeneracy", "low", "a head attends almost entirely to a single token at initialization"),
     "attention_logit_max": (
-        "attention_degeneracy", "high", "attention logits at initialization exceed those of all designs that trained",
-    ),
+        "attention_degeneracy", "high", "attention logits at initialization exceed those of all designs that trained"),
     "routing_entropy_share": ("routing_oscillation", "low", "the router is confident in its choices at initialization"),
     "norm_eps_share": (
-        "initialization_out_of_band", "high", "eps exceeds the variance of the states, so they are hardly normalized",
-    ),
+        "initialization_out_of_band", "high", "eps exceeds the variance of the states, so they are hardly normalized"),
     "loss_over_guess": ("initialization_out_of_band", "high", "the initial loss is far above that of a uniform guess"),
-    "function_change": (
-        "scale_dependent_divergence", "both",
+    "function_change": ("scale_dependent_divergence", "both",
         "the first update at the planned rate changes the predictions far more or less than in any design that trained",
     ),
 }  # fmt: skip
@@ -296,27 +288,20 @@ ALL_BROKEN = 0.999
 
 
 PILOT = (
-    Criterion(
-        RATE, "unsuitable_rate", "planned rate over its upper limit", "/pilot", RATE,
+    Criterion(RATE, "unsuitable_rate", "planned rate over its upper limit", "/pilot", RATE,
         "the planned rate is too large to learn well",
-        HealthyBand(
-            high=1.0, failing_high=_FAILING,
+        HealthyBand(high=1.0, failing_high=_FAILING,
             why="the limit is the upper end of the 80 % interval of the useful edge; for a proxy model, three times it",
         ),
-        scale="log",
-    ),
-    Criterion(
-        SLOW_RATE, "unsuitable_rate", "planned rate over its lower limit", "/pilot", SLOW_RATE,
+        scale="log"),
+    Criterion(SLOW_RATE, "unsuitable_rate", "planned rate over its lower limit", "/pilot", SLOW_RATE,
         "the planned rate is too small to learn well within the planned updates",
         HealthyBand(low=1.0, why="the limit is the lower end of the 80 % interval of the slow edge"), scale="log",
-        rules_out=False,
-    ),
+        rules_out=False),
     # Diverged trials are evidence against a plan. Trials of the first updates without divergence do not exclude
     # divergence after thousands of updates, so they are no evidence for a plan.
-    Criterion(
-        BROKEN_TRIALS, "unsuitable_rate", "fraction of trials of the plan that diverged", "/trials",
+    Criterion(BROKEN_TRIALS, "unsuitable_rate", "fraction of trials of the plan that diverged", "/trials",
         "share_broken", "trials of the first updates diverged",
         HealthyBand(high=0.0, failing_high=ALL_BROKEN, why="no trial of a good plan diverges"),
-        rules_out=False,
-    ),
+        rules_out=False),
 )  # fmt: skip

@@ -84,8 +84,7 @@ _LM, _RECALL, _VIT = "synthetic_lm", "associative_recall", {"batch_size": 32}
 
 SETUPS: dict[str, StudySetup] = {
     "pre_ln lm": StudySetup("fit", "Pre-LN", "transformer", _of(32, 3, "pre_ln"), _LM, lm(32, 16, 16), 0.01),
-    "pre_ln recall": StudySetup(
-        "fit", "Pre-LN", "transformer", _of(32, 4, "pre_ln"), _RECALL, recall(10, 5, 32), 0.006
+    "pre_ln recall": StudySetup("fit", "Pre-LN", "transformer", _of(32, 4, "pre_ln"), _RECALL, recall(10, 5, 32), 0.006
     ),
     "gpt2 bytes": StudySetup("fit", "Pre-LN", "gpt2_style", _of(40, 3), "text_bytes", BYTES, 0.004),
     "vit": StudySetup("fit", "Pre-LN", "vit", _of(32, 3, "pre_ln", **IMAGES), "digits", _VIT, 0.005),
@@ -100,8 +99,7 @@ SETUPS: dict[str, StudySetup] = {
     "moe recall": StudySetup("fit", "MoE", "moe", _of(32, 2, n_experts=4, top_k=2), _RECALL, recall(10, 5, 32), 0.01),
     "gemma2 bytes": StudySetup(
         "fit", "Gemma", "design", config("gemma2", 32, 3, head_dim=8, query_pre_attn_scalar=8), "text_bytes", BYTES,
-        0.01,
-    ),
+        0.01),
     "x sub_ln vit": StudySetup(
         "choose", "SubLN", "vit", _of(32, 4, "sub_ln", **IMAGES, **_XAVIER), "digits", _VIT, 0.006
     ),
@@ -116,8 +114,7 @@ SETUPS: dict[str, StudySetup] = {
     ),
     "rezero recall": StudySetup(
         "choose", "ReZero", "transformer", _of(32, 4, "none", initialization="rezero"), _RECALL, recall(10, 5, 32),
-        0.008,
-    ),
+        0.008),
     "deepnorm lm": StudySetup(
         "locked", "DeepNorm", "transformer", _of(32, 4, "deep_norm_post"), _LM, lm(40, 14, 16), 0.006
     ),
@@ -132,16 +129,12 @@ SETUPS: dict[str, StudySetup] = {
     "bloom bytes": StudySetup(
         "locked", "ALiBi", "design", config("bloom", 32, 3, n_layer=3, n_head=4), "text_bytes", BYTES, 0.004
     ),
-    "window moe": StudySetup(
-        "locked", "Window MoE", "moe",
+    "window moe": StudySetup("locked", "Window MoE", "moe",
         _of(40, 3, "rms_norm", n_experts=5, top_k=2, window=4, position="rotary", mlp="swiglu", has_bias=False),
-        _LM, lm(36, 14, 16), 0.006,
-    ),
-    "qwen3 moe bytes": StudySetup(
-        "locked", "Qwen 3 MoE", "design",
+        _LM, lm(36, 14, 16), 0.006),
+    "qwen3 moe bytes": StudySetup("locked", "Qwen 3 MoE", "design",
         config("qwen3_moe", 32, 2, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
-        "text_bytes", BYTES, 0.006,
-    ),
+        "text_bytes", BYTES, 0.006),
 }  # fmt: skip
 
 

@@ -475,67 +475,38 @@ def _has_fixed_scale(plan: AssessmentPlan) -> bool:
 _OF_NOISE = "of the batch's sampling noise"
 
 HAZARDS: tuple[Hazard, ...] = (
-    Hazard(
-        "allreduce_error", "Rounding of the gradient reduction", "gradient_dtype", _has_ranks, allreduce_error,
-        _OF_NOISE, 1 / 3, 1.0, _NOISE, "gradient_dtype", "float32",
-    ),
+    Hazard("allreduce_error", "Rounding of the gradient reduction", "gradient_dtype", _has_ranks, allreduce_error,
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "gradient_dtype", "float32"),
     Hazard(
         "allreduce_shrinkage", "Gradient shortened by the reduction", "gradient_dtype", _has_ranks, allreduce_shrinkage,
-        "of the gradient", 0.01, 0.1, _SHRINKAGE, "gradient_dtype", "float32",
-    ),
-    Hazard(
-        "reduction_order", "Order of the gradient reduction", "reduction_order", _has_ranks, reduction_order,
-        _OF_NOISE, 1 / 3, 1.0, _NOISE, "gradient_dtype", "float32",
-    ),
-    Hazard(
-        "bucket_layout", "Buckets of the gradient reduction", "bucket_mb", _has_ranks, bucket_layout,
-        _OF_NOISE, 1 / 3, 1.0, _NOISE, "gradient_dtype", "float32",
-    ),
-    Hazard(
-        "accumulation_error", "Rounding of the gradient accumulation", "accumulation_dtype", _accumulates,
-        accumulation_error, _OF_NOISE, 1 / 3, 1.0, _NOISE, "accumulation_dtype", "float32",
-    ),
-    Hazard(
-        "accumulation_shrinkage", "Gradient shortened by the accumulation", "accumulation_dtype", _accumulates,
-        accumulation_shrinkage, "of the gradient", 0.01, 0.1, _SHRINKAGE, "accumulation_dtype", "float32",
-    ),
-    Hazard(
-        "lost_updates", "Updates lost in low-precision parameters", "master_weights",
+        "of the gradient", 0.01, 0.1, _SHRINKAGE, "gradient_dtype", "float32"),
+    Hazard("reduction_order", "Order of the gradient reduction", "reduction_order", _has_ranks, reduction_order,
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "gradient_dtype", "float32"),
+    Hazard("bucket_layout", "Buckets of the gradient reduction", "bucket_mb", _has_ranks, bucket_layout,
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "gradient_dtype", "float32"),
+    Hazard("accumulation_error", "Rounding of the gradient accumulation", "accumulation_dtype", _accumulates,
+        accumulation_error, _OF_NOISE, 1 / 3, 1.0, _NOISE, "accumulation_dtype", "float32"),
+    Hazard("accumulation_shrinkage", "Gradient shortened by the accumulation", "accumulation_dtype", _accumulates,
+        accumulation_shrinkage, "of the gradient", 0.01, 0.1, _SHRINKAGE, "accumulation_dtype", "float32"),
+    Hazard("lost_updates", "Updates lost in low-precision parameters", "master_weights",
         lambda plan: plan.hardware.weight_dtype != "float32" and not plan.hardware.master_weights, lost_updates,
-        "of the intended change", 0.05, 0.5, _LOST, "master_weights", "true",
-    ),
-    Hazard(
-        "compute_rounding", "Gradient computed in low precision", "precision", _computes_low, compute_rounding,
-        _OF_NOISE, 1 / 3, 1.0, _NOISE, "precision", "float32",
-    ),
-    Hazard(
-        "gradient_underflow", "Gradients that become zero", "loss_scale", _has_low_gradients, gradient_underflow,
-        "of nonzero entries", 0.01, 0.1, _UNDERFLOW, "precision", "bfloat16",
-    ),
-    Hazard(
-        "gradient_range", "Range of the gradients", "precision", _has_low_gradients, gradient_range,
-        "of the format's octaves", 0.85, 1.0, _RANGE, "precision", "bfloat16",
-    ),
-    Hazard(
-        "gradient_overflow", "Gradients near overflow", "loss_scale", _has_fixed_scale, gradient_overflow,
-        "of the largest number", 1 / 64, 1.0, _MARGIN, "loss_scale", "dynamic",
-    ),
-    Hazard(
-        "activation_overflow", "Activations near overflow", "precision", _computes_low, activation_overflow,
-        "of the largest number", 1 / 64, 1.0, _MARGIN, "precision", "bfloat16",
-    ),
-    Hazard(
-        "late_gradients", "Late gradients", "staleness", lambda plan: plan.hardware.delay > 0, late_gradients,
-        "of the largest rate that decreases the loss", 0.5, 1.0, _RATE, "reduction", "synchronous",
-    ),
-    Hazard(
-        "tensor_parallel", "Partial sums of split matrices", "tensor_parallel",
+        "of the intended change", 0.05, 0.5, _LOST, "master_weights", "true"),
+    Hazard("compute_rounding", "Gradient computed in low precision", "precision", _computes_low, compute_rounding,
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "precision", "float32"),
+    Hazard("gradient_underflow", "Gradients that become zero", "loss_scale", _has_low_gradients, gradient_underflow,
+        "of nonzero entries", 0.01, 0.1, _UNDERFLOW, "precision", "bfloat16"),
+    Hazard("gradient_range", "Range of the gradients", "precision", _has_low_gradients, gradient_range,
+        "of the format's octaves", 0.85, 1.0, _RANGE, "precision", "bfloat16"),
+    Hazard("gradient_overflow", "Gradients near overflow", "loss_scale", _has_fixed_scale, gradient_overflow,
+        "of the largest number", 1 / 64, 1.0, _MARGIN, "loss_scale", "dynamic"),
+    Hazard("activation_overflow", "Activations near overflow", "precision", _computes_low, activation_overflow,
+        "of the largest number", 1 / 64, 1.0, _MARGIN, "precision", "bfloat16"),
+    Hazard("late_gradients", "Late gradients", "staleness", lambda plan: plan.hardware.delay > 0, late_gradients,
+        "of the largest rate that decreases the loss", 0.5, 1.0, _RATE, "reduction", "synchronous"),
+    Hazard("tensor_parallel", "Partial sums of split matrices", "tensor_parallel",
         lambda plan: plan.hardware.tensor_parallel > 1, tensor_parallel,
-        _OF_NOISE, 1 / 3, 1.0, _NOISE, "tensor_parallel", "1",
-    ),
-    Hazard(
-        "pipeline_boundaries", "States sent between stages", "pipeline_parallel",
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "tensor_parallel", "1"),
+    Hazard("pipeline_boundaries", "States sent between stages", "pipeline_parallel",
         lambda plan: plan.hardware.pipeline_parallel > 1, pipeline_boundaries,
-        _OF_NOISE, 1 / 3, 1.0, _NOISE, "pipeline_parallel", "1",
-    ),
+        _OF_NOISE, 1 / 3, 1.0, _NOISE, "pipeline_parallel", "1"),
 )  # fmt: skip

@@ -18,44 +18,35 @@ _DPI = 110
 # fmt: off
 #: Picture -> function of `workbench.plots`, title, caption, and the text for those who do not see it.
 _PICTURES = {
-    "criteria": (
-        "criteria_bands", "Criteria against their healthy bands",
+    "criteria": ("criteria_bands", "Criteria against their healthy bands",
         "Each mark is a criterion; the shaded column is its healthy band. Outside of the band the axis is compressed. "
         "A triangle is at risk, a square is failing, and a hollow mark has no band or was not measured.",
         "Marks of all criteria relative to a shaded healthy band; the table below contains the same numbers."),
-    "causes": (
-        "cause_bars", "Causes by their evidence",
+    "causes": ("cause_bars", "Causes by their evidence",
         "The length of a bar is the score over that of the first cause; causes that are not excluded are colored.",
         "One bar per cause, the first at the top; the table below contains them in the same order."),
-    "evidence": (
-        "evidence_bars", "Evidence for and against each cause",
+    "evidence": ("evidence_bars", "Evidence for and against each cause",
         "Bars to the right are evidence for the cause, bars to the left against it; +0.69 doubles the odds.",
         "Diverging bars of the log-odds of every symptom, grouped by cause."),
-    "steps": (
-        "evidence_timeline", "Steps at which symptoms were observed",
+    "steps": ("evidence_timeline", "Steps at which symptoms were observed",
         "Each mark is a symptom at the step at which it was observed; its size is the weight of the symptom.",
         "Marks of the symptoms along the steps of the run."),
-    "pilot": (
-        "pilot_losses", "Held-out loss vs. learning rate in the pilot",
+    "pilot": ("pilot_losses", "Held-out loss vs. learning rate in the pilot",
         "Each line is a round: held-out losses of the model that was run, after the updates of the round. The box "
         "holds the rates estimated to be useful for the planned updates.",
         "Held-out losses of the pilot runs against their learning rates."),
-    "eigenvalues": (
-        "eigenvalue_map", "Eigenvalues of every block",
+    "eigenvalues": ("eigenvalue_map", "Eigenvalues of every block",
         "Each dot is a mode of one block in the complex plane, colored by depth. A mode outside of the unit circle "
         "grows from block to block, a mode inside decays.",
         "{n_modes} eigenvalues of {n_layers} blocks around the unit circle of the complex plane."),
-    "profile": (
-        "layer_profile", "Spectral measures by depth",
+    "profile": ("layer_profile", "Spectral measures by depth",
         "One panel per measure, from the first block on the left to the last on the right. A hollow mark is a block "
         "whose update is too small for a spectrum.",
         "Near-unit mass, spectral radius, eigenvector condition and nonlinearity ratio of each block."),
-    "flow": (
-        "flow_map", "Flow of signal and gradient through the blocks",
+    "flow": ("flow_map", "Flow of signal and gradient through the blocks",
         "Size of the signal in the forward pass and of the gradient in the backward pass, from block to block.",
         "Sizes of signal and gradient at every block."),
-    "hazards": (
-        "criteria_bands", "Hazards of precision and parallelism against their limits",
+    "hazards": ("criteria_bands", "Hazards of precision and parallelism against their limits",
         "Each mark is the emulated effect of one hazard; the shaded column is the harmless range.",
         "Marks of the applicable hazards relative to a shaded harmless range."),
 }

@@ -61,57 +61,37 @@ def _is_large(of: Numbers) -> bool:
 
 #: The limits, by what they find.
 LIMITS: tuple[Limit, ...] = (
-    Limit(
-        "label_entropy", 3, 3, lambda of: of["label_entropy"] < 1e-9 and _is_large(of),
-        "All labels of the last 3 batches are the same: check the code that makes them.", "corrupted_data",
-    ),
-    Limit(
-        "ignored_labels", 3, 3, lambda of: of["ignored_labels"] >= 1,
+    Limit("label_entropy", 3, 3, lambda of: of["label_entropy"] < 1e-9 and _is_large(of),
+        "All labels of the last 3 batches are the same: check the code that makes them.", "corrupted_data"),
+    Limit("ignored_labels", 3, 3, lambda of: of["ignored_labels"] >= 1,
         "All labels of the last 3 batches are ignored, so that nothing is learned: check how they are masked.",
-        "corrupted_data",
-    ),
-    Limit(
-        "token_entropy", 5, 5, lambda of: of["token_entropy"] < LOW_ENTROPY and _is_large(of),
+        "corrupted_data"),
+    Limit("token_entropy", 5, 5, lambda of: of["token_entropy"] < LOW_ENTROPY and _is_large(of),
         "The tokens of the last 5 batches are nearly all the same one (entropy {value:.2g} nat), such as padding or an "
-        "unknown token: check the tokenizer.", "corrupted_data",
-    ),
-    Limit(
-        "grad_norm", 3, 3, lambda of: of["grad_norm"] == 0 and of["loss"] != 0,
+        "unknown token: check the tokenizer.", "corrupted_data"),
+    Limit("grad_norm", 3, 3, lambda of: of["grad_norm"] == 0 and of["loss"] != 0,
         "The gradient norm of the last 3 updates is exactly 0: no gradient reaches the optimizer. Look for detach() or "
-        "zero_grad() between loss and update, and for labels that are all ignored.", "no_gradient",
-    ),
-    Limit(
-        "grad_norm", 5, 5, lambda of: _is_scale(of["grad_norm"]),
+        "zero_grad() between loss and update, and for labels that are all ignored.", "no_gradient"),
+    Limit("grad_norm", 5, 5, lambda of: _is_scale(of["grad_norm"]),
         "The gradient norm of the last 5 updates is exactly a power of 2 ({value:.3g}): gradients are clipped before "
-        "the loss scale is removed. Call scaler.unscale_(optimizer) before the clipping.", "loss_scale",
-    ),
-    Limit(
-        "loss", 3, 3, lambda of: of["loss"] == math.inf or (
+        "the loss scale is removed. Call scaler.unscale_(optimizer) before the clipping.", "loss_scale"),
+    Limit("loss", 3, 3, lambda of: of["loss"] == math.inf or (
             math.isfinite(of["batch_size"]) and math.isnan(of["loss"]) and not math.isfinite(of["grad_norm"])
         ),
         "Loss and gradients of the last 3 updates are not finite: lower the learning rate, or look for the first value "
-        "that is not finite with wb.probes.first_bad_tensor.", "unknown",
-    ),
-    Limit(
-        "loss_scale", 3, 3, lambda of: of["loss_scale"] < 1,
+        "that is not finite with wb.probes.first_bad_tensor.", "unknown"),
+    Limit("loss_scale", 3, 3, lambda of: of["loss_scale"] < 1,
         "The loss scale fell to {value:.3g}: gradients overflow in float16 at any scale. Look for values that are not "
-        "finite, or train in bfloat16.", "loss_scale", counts_skipped=True,
-    ),
-    Limit(
-        "lookahead", 10, 100, lambda of: of["lookahead"] > LOOKAHEAD and of["label_agreement"] >= 1,
+        "finite, or train in bfloat16.", "loss_scale", counts_skipped=True),
+    Limit("lookahead", 10, 100, lambda of: of["lookahead"] > LOOKAHEAD and of["label_agreement"] >= 1,
         "Labels are the tokens of the inputs, but examples that begin with the same token have different outputs "
-        "there: positions depend on later tokens, as without a causal mask, or on something random.", "unknown",
-    ),
-    Limit(
-        "is_skipped", 12, 20, lambda of: of["is_skipped"] >= 1 and math.isnan(of["loss_scale"]),
+        "there: positions depend on later tokens, as without a causal mask, or on something random.", "unknown"),
+    Limit("is_skipped", 12, 20, lambda of: of["is_skipped"] >= 1 and math.isnan(of["loss_scale"]),
         "The gradients of 12 of the last 20 backward passes were cleared without an update: call zero_grad() once an "
-        "update, not once a micro-batch.", "gradients_discarded", counts_skipped=True,
-    ),
-    Limit(
-        "is_skipped", 12, 20, lambda of: of["is_skipped"] >= 1 and math.isfinite(of["loss_scale"]),
+        "update, not once a micro-batch.", "gradients_discarded", counts_skipped=True),
+    Limit("is_skipped", 12, 20, lambda of: of["is_skipped"] >= 1 and math.isfinite(of["loss_scale"]),
         "12 of the last 20 updates were skipped because gradients overflowed in float16: the model hardly learns. "
-        "Look for values that are not finite, or train in bfloat16.", "loss_scale", counts_skipped=True,
-    ),
+        "Look for values that are not finite, or train in bfloat16.", "loss_scale", counts_skipped=True),
 )  # fmt: skip
 _NAMES = (
     "batch_size", "n_tokens", "loss", "grad_norm", "label_entropy", "ignored_labels", "token_entropy", "loss_scale",

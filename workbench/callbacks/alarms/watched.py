@@ -128,28 +128,18 @@ FALL = Watched(
 _MONITORED: tuple[Watched, ...] = (
     RISE,
     FALL,
-    Watched(
-        "monitors", "loss", scale="linear", is_outcome=True, is_noise=True, least_scale=0.02,
-        points_to="the loss itself rises",
-    ),
-    Watched(
-        "monitors", "largest_losses", scale="linear", is_outcome=True, is_noise=True, may_be_missing=True,
+    Watched("monitors", "loss", scale="linear", is_outcome=True, is_noise=True, least_scale=0.02,
+        points_to="the loss itself rises"),
+    Watched("monitors", "largest_losses", scale="linear", is_outcome=True, is_noise=True, may_be_missing=True,
         least_scale=0.02,
-        points_to="some tokens are predicted much worse, as with wrong labels",
-    ),
+        points_to="some tokens are predicted much worse, as with wrong labels"),
     Watched("monitors", "grad_norm", is_outcome=True, accumulates=True, points_to="the gradients grow"),
-    Watched(
-        "monitors", "update_ratio", follows_rate=True, may_be_missing=True,
-        points_to="the updates grow relative to the parameters, at the same learning rate",
-    ),
-    Watched(
-        "monitors", "token_entropy", scale="linear", is_bad_both_ways=True, is_noise=True, may_be_missing=True,
-        points_to="the batches contain other tokens than before",
-    ),
-    Watched(
-        "monitors", "label_entropy", scale="linear", is_bad_both_ways=True, is_noise=True, may_be_missing=True,
-        points_to="the batches contain other labels than before",
-    ),
+    Watched("monitors", "update_ratio", follows_rate=True, may_be_missing=True,
+        points_to="the updates grow relative to the parameters, at the same learning rate"),
+    Watched("monitors", "token_entropy", scale="linear", is_bad_both_ways=True, is_noise=True, may_be_missing=True,
+        points_to="the batches contain other tokens than before"),
+    Watched("monitors", "label_entropy", scale="linear", is_bad_both_ways=True, is_noise=True, may_be_missing=True,
+        points_to="the batches contain other labels than before"),
 )  # fmt: skip
 _OF_ATTENTION: tuple[Watched, ...] = (
     *(
@@ -160,33 +150,22 @@ _OF_ATTENTION: tuple[Watched, ...] = (
         Watched("attention", "frobenius_norm", term, follows_rate=term != "W", points_to=words)
         for term, words in _NORMS.items()
     ),
-    Watched(
-        "attention", "attention_logit_max", may_be_missing=True,
-        points_to="attention logits grow towards saturation of the softmax",
-    ),
+    Watched("attention", "attention_logit_max", may_be_missing=True,
+        points_to="attention logits grow towards saturation of the softmax"),
     Watched(
         "attention", "attention_entropy_share", is_bad_low=True, scale="linear", least_scale=0.02, may_be_missing=True,
-        points_to="attention narrows to single tokens",
-    ),
+        points_to="attention narrows to single tokens"),
 )  # fmt: skip
 _OF_ROUTERS: tuple[Watched, ...] = (
-    Watched(
-        "router", "router_similarity", scale="linear", least_scale=0.02,
-        points_to="the router weights of the experts become similar",
-    ),
+    Watched("router", "router_similarity", scale="linear", least_scale=0.02,
+        points_to="the router weights of the experts become similar"),
     Watched("router", "router_conditioning", is_bad_low=True, points_to="the rows of the router are nearly equal"),
-    Watched(
-        "router", "routing_entropy_share", is_bad_low=True, scale="linear", least_scale=0.02,
-        points_to="the routing entropy is low too early",
-    ),
-    Watched(
-        "router", "max_violation", scale="linear", least_scale=0.05,
-        points_to="one expert receives a disproportionate fraction of the tokens",
-    ),
-    Watched(
-        "router", "routing_change", scale="linear", least_scale=0.02,
-        points_to="tokens keep changing their experts",
-    ),
+    Watched("router", "routing_entropy_share", is_bad_low=True, scale="linear", least_scale=0.02,
+        points_to="the routing entropy is low too early"),
+    Watched("router", "max_violation", scale="linear", least_scale=0.05,
+        points_to="one expert receives a disproportionate fraction of the tokens"),
+    Watched("router", "routing_change", scale="linear", least_scale=0.02,
+        points_to="tokens keep changing their experts"),
 )  # fmt: skip
 _OF_UPDATES: tuple[Watched, ...] = (
     Watched("optimizer", "adam_staleness", points_to="gradients exceed the optimizer's estimate of their magnitude"),
