@@ -7,63 +7,54 @@ import xarray as xr
 
 from workbench.errors import SchemaError
 from workbench.schema.flows import FLOW
-from workbench.schema.runs import Variable
+from workbench.schema.runs import variables
 
-_NONE = "NaN if not observed"
-_FEW = "NaN with fewer than three blocks"
-_LAYER = "number of the block; -1 if there is none"
-#: Long name and meaning of each variable of `summarize`.
-_SUMMARY = {
-    "total_signal_gain": (
-        "total signal gain",
-        "RMS of the states that leave the last block over that at the first input",
-    ),
-    "total_gradient_gain": ("total gradient gain", "gradient norm at the first input over that at the last output"),
-    "log_signal_gain": ("log signal gain per block", "mean of the natural logarithms"),
-    "log_signal_gain_error": ("standard error of the log signal gain", "over blocks; NaN with one block"),
-    "log_signal_gain_trend": ("trend of the log signal gain", "slope over the block number"),
-    "log_signal_gain_trend_error": ("standard error of the trend of the log signal gain", _FEW),
-    "log_gradient_gain": ("log gradient gain per block", "mean of the natural logarithms"),
-    "log_gradient_gain_error": ("standard error of the log gradient gain", "over blocks; NaN with one block"),
-    "log_gradient_gain_trend": ("trend of the log gradient gain", "slope over the block number"),
-    "log_gradient_gain_trend_error": ("standard error of the trend of the log gradient gain", _FEW),
-    "largest_signal_gain": ("largest signal gain", "of all blocks"),
-    "largest_signal_gain_layer": ("block of the largest signal gain", _LAYER),
-    "smallest_signal_gain": ("smallest signal gain", "of all blocks"),
-    "smallest_signal_gain_layer": ("block of the smallest signal gain", _LAYER),
-    "largest_gradient_gain": ("largest gradient gain", "of all blocks"),
-    "largest_gradient_gain_layer": ("block of the largest gradient gain", _LAYER),
-    "smallest_gradient_gain": ("smallest gradient gain", "of all blocks"),
-    "smallest_gradient_gain_layer": ("block of the smallest gradient gain", _LAYER),
-    "state_growth": ("growth exponent of the states", "p of state RMS ~ l^p at the outputs of blocks l = 1, 2, ..."),
-    "state_growth_error": ("standard error of the growth exponent of the states", _FEW),
-    "branch_ratio_mean": ("mean branch ratio", f"over all sublayers; {_NONE}"),
-    "branch_ratio_growth": (
-        "growth exponent of the branch ratio",
-        f"p of branch ratio ~ l^p, mean over each block; {_NONE}",
-    ),
-    "branch_ratio_growth_error": ("standard error of the growth exponent of the branch ratio", _FEW),
-    "token_cosine_end": ("final token cosine", "of the states that leave the last block"),
-    "token_cosine_rise": ("increase of the token cosine", "from the first boundary to the last"),
-    "effective_rank_end": ("final relative effective rank", "of the states that leave the last block"),
-    "effective_rank_smallest": ("smallest relative effective rank", "of all boundaries"),
-    "attention_entropy_share_smallest": ("smallest normalized attention entropy", f"of all heads; {_NONE}"),
-    "attention_logit_std_largest": ("largest attention logit scale", f"of all heads; {_NONE}"),
-    "attention_logit_largest": ("largest attention logit", f"of all heads; {_NONE}"),
-    "sink_share_largest": ("largest attention sink fraction", f"of all heads; {_NONE}"),
-    "routing_entropy_share_smallest": ("smallest normalized routing entropy", f"of all routers; {_NONE}"),
-    "max_violation_largest": ("largest MaxVio", f"of all routers; {_NONE}"),
-    "routing_margin_smallest": ("smallest routing margin", f"of all routers; {_NONE}"),
-    "block_singular_value_largest": ("largest singular value of a block", f"of all blocks; {_NONE}"),
-    "block_singular_mean_largest": ("largest RMS singular value of a block", f"of all blocks; {_NONE}"),
-    "end_to_end_singular_value_largest": ("largest end-to-end singular value", _NONE),
-    "end_to_end_singular_mean": ("RMS end-to-end singular value", _NONE),
-}
 #: Variables of `summarize`, all without dimensions and of unit 1.
-SUMMARY = {
-    name: Variable((), "i" if name.endswith("_layer") else "f", long_name, "1", meaning)
-    for name, (long_name, meaning) in _SUMMARY.items()
-}
+SUMMARY = variables("""
+total_signal_gain | | f | total signal gain | 1 | RMS of the states that leave the last block over that at the first \
+input
+total_gradient_gain | | f | total gradient gain | 1 | gradient norm at the first input over that at the last output
+log_signal_gain | | f | log signal gain per block | 1 | mean of the natural logarithms
+log_signal_gain_error | | f | standard error of the log signal gain | 1 | over blocks; NaN with one block
+log_signal_gain_trend | | f | trend of the log signal gain | 1 | slope over the block number
+log_signal_gain_trend_error | | f | standard error of the trend of the log signal gain | 1 | NaN with fewer than \
+three blocks
+log_gradient_gain | | f | log gradient gain per block | 1 | mean of the natural logarithms
+log_gradient_gain_error | | f | standard error of the log gradient gain | 1 | over blocks; NaN with one block
+log_gradient_gain_trend | | f | trend of the log gradient gain | 1 | slope over the block number
+log_gradient_gain_trend_error | | f | standard error of the trend of the log gradient gain | 1 | NaN with fewer than \
+three blocks
+largest_signal_gain | | f | largest signal gain | 1 | of all blocks
+largest_signal_gain_layer | | i | block of the largest signal gain | 1 | number of the block; -1 if there is none
+smallest_signal_gain | | f | smallest signal gain | 1 | of all blocks
+smallest_signal_gain_layer | | i | block of the smallest signal gain | 1 | number of the block; -1 if there is none
+largest_gradient_gain | | f | largest gradient gain | 1 | of all blocks
+largest_gradient_gain_layer | | i | block of the largest gradient gain | 1 | number of the block; -1 if there is none
+smallest_gradient_gain | | f | smallest gradient gain | 1 | of all blocks
+smallest_gradient_gain_layer | | i | block of the smallest gradient gain | 1 | number of the block; -1 if there is none
+state_growth | | f | growth exponent of the states | 1 | p of state RMS ~ l^p at the outputs of blocks l = 1, 2, ...
+state_growth_error | | f | standard error of the growth exponent of the states | 1 | NaN with fewer than three blocks
+branch_ratio_mean | | f | mean branch ratio | 1 | over all sublayers; NaN if not observed
+branch_ratio_growth | | f | growth exponent of the branch ratio | 1 | p of branch ratio ~ l^p, mean over each block; \
+NaN if not observed
+branch_ratio_growth_error | | f | standard error of the growth exponent of the branch ratio | 1 | NaN with fewer than \
+three blocks
+token_cosine_end | | f | final token cosine | 1 | of the states that leave the last block
+token_cosine_rise | | f | increase of the token cosine | 1 | from the first boundary to the last
+effective_rank_end | | f | final relative effective rank | 1 | of the states that leave the last block
+effective_rank_smallest | | f | smallest relative effective rank | 1 | of all boundaries
+attention_entropy_share_smallest | | f | smallest normalized attention entropy | 1 | of all heads; NaN if not observed
+attention_logit_std_largest | | f | largest attention logit scale | 1 | of all heads; NaN if not observed
+attention_logit_largest | | f | largest attention logit | 1 | of all heads; NaN if not observed
+sink_share_largest | | f | largest attention sink fraction | 1 | of all heads; NaN if not observed
+routing_entropy_share_smallest | | f | smallest normalized routing entropy | 1 | of all routers; NaN if not observed
+max_violation_largest | | f | largest MaxVio | 1 | of all routers; NaN if not observed
+routing_margin_smallest | | f | smallest routing margin | 1 | of all routers; NaN if not observed
+block_singular_value_largest | | f | largest singular value of a block | 1 | of all blocks; NaN if not observed
+block_singular_mean_largest | | f | largest RMS singular value of a block | 1 | of all blocks; NaN if not observed
+end_to_end_singular_value_largest | | f | largest end-to-end singular value | 1 | NaN if not observed
+end_to_end_singular_mean | | f | RMS end-to-end singular value | 1 | NaN if not observed
+""")
 
 
 def summarize(flow: xr.Dataset) -> xr.Dataset:

@@ -112,25 +112,13 @@ KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
 
 #: Other customary names.
 ALIASES = {
-    "gpt2-small": "gpt2",
-    "gpt-2": "gpt2",
-    "llama2-7b": "llama-2-7b",
-    "llama2-13b": "llama-2-13b",
-    "llama2-70b": "llama-2-70b",
-    "llama3-8b": "llama-3-8b",
-    "meta-llama-3-8b": "llama-3-8b",
-    "tinyllama": "tinyllama-1.1b",
-    "mistral-7b-v0.1": "mistral-7b",
-    "mixtral-8x7b-v0.1": "mixtral-8x7b",
-    "mixtral": "mixtral-8x7b",
-    "qwen3-moe": "qwen3-30b-a3b",
-    "gpt-oss": "gpt-oss-20b",
-    "phi-3-mini-4k-instruct": "phi-3-mini",
-    "olmo-2-1124-7b": "olmo-2-7b",
-    "bert-base-uncased": "bert-base",
-    "t5": "t5-base",
-    "vit-base-patch16-224": "vit-b-16",
-}
+    "gpt2-small": "gpt2", "gpt-2": "gpt2", "llama2-7b": "llama-2-7b", "llama2-13b": "llama-2-13b",
+    "llama2-70b": "llama-2-70b", "llama3-8b": "llama-3-8b", "meta-llama-3-8b": "llama-3-8b",
+    "tinyllama": "tinyllama-1.1b", "mistral-7b-v0.1": "mistral-7b", "mixtral-8x7b-v0.1": "mixtral-8x7b",
+    "mixtral": "mixtral-8x7b", "qwen3-moe": "qwen3-30b-a3b", "gpt-oss": "gpt-oss-20b",
+    "phi-3-mini-4k-instruct": "phi-3-mini", "olmo-2-1124-7b": "olmo-2-7b", "bert-base-uncased": "bert-base",
+    "t5": "t5-base", "vit-base-patch16-224": "vit-b-16",
+}  # fmt: skip
 
 
 def known_config(name: str) -> Any | None:
