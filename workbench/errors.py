@@ -25,17 +25,9 @@ from importlib.util import find_spec
 from typing import Any, Self
 
 __all__ = [
-    "AnatomyError",
-    "CallError",
-    "CheckpointError",
-    "MissingPackageError",
-    "OptionError",
-    "SchemaError",
-    "SnapshotError",
-    "StoreError",
-    "SweepError",
-    "WorkbenchError",
-]
+    "AnatomyError", "CallError", "CheckpointError", "MissingPackageError", "OptionError", "SchemaError",
+    "SnapshotError", "StoreError", "SweepError", "WorkbenchError",
+]  # fmt: skip
 
 #: Entries of a collection that an error keeps.
 _MAX_ENTRIES = 20

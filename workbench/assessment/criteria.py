@@ -269,10 +269,8 @@ _BANDS = {"norm_eps_share": HealthyBand(high=0.5, why="above one half, eps excee
 
 
 STRUCTURE = tuple(
-    Criterion(
-        name, mode, ALL[name][0], "/structure", name, meaning, _BANDS.get(name), ALL[name][1], bad_side,
-        rules_out=name not in _BANDS,
-    )
+    Criterion(name, mode, ALL[name][0], "/structure", name, meaning, _BANDS.get(name), ALL[name][1], bad_side,
+        rules_out=name not in _BANDS)
     for name, (mode, bad_side, meaning) in _ABOUT.items()
 )  # fmt: skip
 

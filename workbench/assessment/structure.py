@@ -91,11 +91,9 @@ NUMBERS: dict[str, tuple[str, str, Callable[[xr.Dataset], float]]] = {
     "gain_by_depth": ("scale-free gradient gain per square root of depth", "log", _gain_by_depth),
     "growth_by_depth": ("growth of the residual stream per square root of depth", "log", _growth_by_depth),
     "attention_entropy_share": (
-        "smallest attention entropy fraction", "share", _over("attention_entropy_share", np.min),
-    ),
+        "smallest attention entropy fraction", "share", _over("attention_entropy_share", np.min)),
     "attention_logit_max": (
-        "largest attention logit, at least 1", "log", _over("attention_logit_max", lambda x: max(1.0, np.max(x))),
-    ),
+        "largest attention logit, at least 1", "log", _over("attention_logit_max", lambda x: max(1.0, np.max(x)))),
     "routing_entropy_share": ("smallest routing entropy fraction", "share", _over("routing_entropy_share", np.min)),
 }  # fmt: skip
 #: Number -> the block where it is worst.

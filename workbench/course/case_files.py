@@ -107,19 +107,14 @@ def truth_of(case: xr.Dataset) -> Truth:
 
 #: Part of a run -> its packed variables: those that `wb.diagnose` reads, those of the batches, and whole spectra.
 VARIABLES: dict[str, tuple[str, ...]] = {
-    "monitors": (
-        "loss", "grad_norm", "learning_rate", "batch_size", "auxiliary_loss",
-        "label_agreement", "label_entropy", "token_entropy", "repeated_examples", "largest_losses",
-    ),
-    "optimizer": (
-        "update_ratio", "module_weight_norm", "module_grad_norm", "adam_staleness", "gradient_rms",
-        "gradient_rms_over_eps", "gradient_signal_share", "unchanged_share",
-    ),
+    "monitors": ("loss", "grad_norm", "learning_rate", "batch_size", "auxiliary_loss",
+        "label_agreement", "label_entropy", "token_entropy", "repeated_examples", "largest_losses"),
+    "optimizer": ("update_ratio", "module_weight_norm", "module_grad_norm", "adam_staleness", "gradient_rms",
+        "gradient_rms_over_eps", "gradient_signal_share", "unchanged_share"),
     "activations": ("state_norm", "activation_max", "kurtosis"),
     "attention": ("attention_logit_max", "attention_entropy_share", "effective_rank", "frobenius_norm"),
     "router": (
-        "dead_experts", "max_violation", "routing_entropy_share", "router_similarity", "routing_change", "expert_load",
-    ),
+        "dead_experts", "max_violation", "routing_entropy_share", "router_similarity", "routing_change", "expert_load"),
     "curvature": ("sharpness", "sharpness_rate", "preconditioned_sharpness", "preconditioned_sharpness_rate"),
     "spectra": tuple(schema.SPECTRA),
 }  # fmt: skip

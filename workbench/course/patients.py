@@ -27,16 +27,12 @@ if TYPE_CHECKING:
 MEASUREMENTS: dict[str, tuple[str, tuple[str, ...] | None, str]] = {
     "loss": ("monitors", ("loss",), "loss of the batch at every step, and whether the run diverged"),
     "grad_norm": ("monitors", ("grad_norm",), "norm of all gradients together at every step, before clipping"),
-    "log": (
-        "monitors", ("learning_rate", "batch_size", "auxiliary_loss"),
-        "learning rate, batch size and auxiliary loss at every step, as a log would show them",
-    ),
+    "log": ("monitors", ("learning_rate", "batch_size", "auxiliary_loss"),
+        "learning rate, batch size and auxiliary loss at every step, as a log would show them"),
     "settings": ("", None, "model, task and plan as configured; a fault of the code is not among them"),
-    "batches": (
-        "monitors",
+    "batches": ("monitors",
         ("label_agreement", "label_entropy", "token_entropy", "repeated_examples", "largest_losses"),
-        "labels and tokens of every batch: entropy, agreement with the inputs, repeated examples, largest losses",
-    ),
+        "labels and tokens of every batch: entropy, agreement with the inputs, repeated examples, largest losses"),
     "optimizer": ("optimizer", None, "by block, every 5 steps: gradients, updates, weights, and Adam's moments"),
     "activations": ("activations", None, "by block, every 5 steps: norm, largest value and kurtosis of the states"),
     "attention": ("attention", None, "by head, every 20 steps: logits, entropy, and updates of queries and keys"),
@@ -367,8 +363,7 @@ def _as_dataset(outcome: cures.Outcome, run: xr.DataTree, final_loss: float) -> 
             "cured_held_out_loss": ((), outcome.final_loss, nat | {"long_name": "held-out loss of the replay"}),
             "cured_rise": ((), outcome.rise, nat | {"long_name": "largest temporary rise of the loss of the replay"}),
             "cured_dead_share": (
-                (), outcome.dead_share, {"units": "1", "long_name": "fraction of experts without tokens"},
-            ),
+                (), outcome.dead_share, {"units": "1", "long_name": "fraction of experts without tokens"}),
         },
         {"step": np.arange(N_STEPS)},
         {"sentence": sentence, "change": outcome.title, "problem": outcome.problem},

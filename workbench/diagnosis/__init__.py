@@ -10,22 +10,9 @@ from workbench.diagnosis.ranking import Rules
 from workbench.diagnosis.symptoms import Symptom, read_symptoms
 
 __all__ = [
-    "CAUSES",
-    "Cause",
-    "Experiment",
-    "Failure",
-    "Record",
-    "Rules",
-    "RunFact",
-    "Symptom",
-    "block_at_fault",
-    "check_fits",
-    "contracts_of",
-    "find_failure",
-    "read_facts",
-    "read_record",
-    "read_symptoms",
-]
+    "CAUSES", "Cause", "Experiment", "Failure", "Record", "Rules", "RunFact", "Symptom", "block_at_fault", "check_fits",
+    "contracts_of", "find_failure", "read_facts", "read_record", "read_symptoms",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -314,10 +314,8 @@ def causes_table(
         "kind": ([ALL_CAUSES[name].kind for name in names], "kind", "", "kind of the cause"),
         "probability": ([probability[name] for name in names], "score", "1", "score of the order; adds up to 1"),
         "is_possible": ([name in possible for name in names], "not excluded", "", "not excluded by the evidence"),
-        "mechanism_probability": (
-            [mechanism[name] for name in names], "score by mechanism", "1",
-            "from measured quantities alone, some of them relative to learning rate or eps",
-        ),
+        "mechanism_probability": ([mechanism[name] for name in names], "score by mechanism", "1",
+            "from measured quantities alone, some of them relative to learning rate or eps"),
         "layer": ([layers[name] for name in names], "block", "1", "block at fault; -1 for no specific block"),
     }  # fmt: skip
     return xr.Dataset(
@@ -344,10 +342,8 @@ def _evidence(
     columns: dict[str, tuple[list[Any], str, str, str]] = {
         "cause": ([cause for cause, _, _ in rows], "cause", "", "cause that the evidence is for or against"),
         "symptom": ([s.name for s in seen], "symptom", "", "name of the symptom or fact"),
-        "weight": (
-            [weight for *_, weight in rows], "weight", "1",
-            "contribution to the log-odds of the cause; above 0 for it, below 0 against it",
-        ),
+        "weight": ([weight for *_, weight in rows], "weight", "1",
+            "contribution to the log-odds of the cause; above 0 for it, below 0 against it"),
         "quantity": ([s.variable or s.name for s in seen], "quantity", "", "the measured quantity"),
         "value": ([float(s.value) for s in seen], "value", "see units", "the measured value"),
         "units": ([s.units for s in seen], "units", "", "units of value and reference"),

@@ -179,8 +179,7 @@ def _dataset(hazards: list[Hazard], found: list[Finding], plan: AssessmentPlan, 
         **{name: ([getattr(each, name) for each in found], float, meaning) for name, meaning in _NUMBERS.items()},
         "applies": (applies, bool, "Whether it applies to the plan"),
         "is_extrapolated": (
-            [finding.is_extrapolated for finding in found], bool, "Whether the plan has more terms than were emulated",
-        ),
+            [finding.is_extrapolated for finding in found], bool, "Whether the plan has more terms than were emulated"),
         "n_trials": ([finding.n_trials for finding in found], int, "Number of emulations"),
     }  # fmt: skip
     counts = sorted({n for finding in found for n in finding.growth})

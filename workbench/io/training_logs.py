@@ -29,18 +29,12 @@ _PLAIN = set(
 )
 #: Name of a monitor -> sets of words, one of which its name in a log has, and words that it may have.
 NAMES: dict[str, tuple[tuple[set[str], ...], set[str]]] = {
-    "loss": (
-        ({"loss"}, {"cross", "entropy"}, {"nll"}, {"xent"}, {"cost"}, {"trl"}),
-        set(words_of("lm language model modeling ce cross entropy nll token epoch")),
-    ),
-    "grad_norm": (
-        ({"grad", "norm"}, {"gradient", "norm"}, {"gnorm"}, {"global", "norm"}, {"norm"}),
-        set(words_of("grad gradient gradients optim optimizer l 2 0 raw pre before clip clipping unclipped all")),
-    ),
-    "learning_rate": (
-        ({"lr"}, {"learning", "rate"}, {"learningrate"}),
-        set(words_of("lr optim optimizer group 0 pg 1 adam adamw w decoupled fused sgd lion muon scheduler schedule")),
-    ),
+    "loss": (({"loss"}, {"cross", "entropy"}, {"nll"}, {"xent"}, {"cost"}, {"trl"}),
+        set(words_of("lm language model modeling ce cross entropy nll token epoch"))),
+    "grad_norm": (({"grad", "norm"}, {"gradient", "norm"}, {"gnorm"}, {"global", "norm"}, {"norm"}),
+        set(words_of("grad gradient gradients optim optimizer l 2 0 raw pre before clip clipping unclipped all"))),
+    "learning_rate": (({"lr"}, {"learning", "rate"}, {"learningrate"}),
+        set(words_of("lr optim optimizer group 0 pg 1 adam adamw w decoupled fused sgd lion muon scheduler schedule"))),
     "auxiliary_loss": (
         ({"aux", "loss"}, {"auxiliary", "loss"}, {"balancing", "loss"}, {"balance", "loss"}), {"load", "moe"}
     ),

@@ -22,17 +22,8 @@ from workbench.koopman.spectra import RankWarning, kreiss_constant, layer_spectr
 from workbench.option_checks import publish
 
 __all__ = [
-    "RankWarning",
-    "SnapshotMoments",
-    "SnapshotSketch",
-    "eigenmodes",
-    "kreiss_constant",
-    "layer_spectra",
-    "layer_spectrum",
-    "mass_fractions",
-    "near_unit_mass",
-    "whitened_dmd",
-    "whitened_operator",
-]
+    "RankWarning", "SnapshotMoments", "SnapshotSketch", "eigenmodes", "kreiss_constant", "layer_spectra",
+    "layer_spectrum", "mass_fractions", "near_unit_mass", "whitened_dmd", "whitened_operator",
+]  # fmt: skip
 
 __dir__ = publish(__name__)

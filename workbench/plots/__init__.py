@@ -27,26 +27,9 @@ from workbench.plots.timeline_figure import timeline
 from workbench.plots.weight_spectra_figure import weight_spectra
 
 __all__ = [
-    "cause_bars",
-    "comparison_table",
-    "criteria_bands",
-    "eigenvalue_map",
-    "evidence_bars",
-    "evidence_timeline",
-    "explosion_edge",
-    "flow_map",
-    "layer_profile",
-    "pilot_losses",
-    "radar",
-    "rate_bands",
-    "rate_curve",
-    "reliability",
-    "risk_curve",
-    "save",
-    "step_grid",
-    "timeline",
-    "traces",
-    "weight_spectra",
-]
+    "cause_bars", "comparison_table", "criteria_bands", "eigenvalue_map", "evidence_bars", "evidence_timeline",
+    "explosion_edge", "flow_map", "layer_profile", "pilot_losses", "radar", "rate_bands", "rate_curve", "reliability",
+    "risk_curve", "save", "step_grid", "timeline", "traces", "weight_spectra",
+]  # fmt: skip
 
 __dir__ = publish(__name__)

@@ -26,14 +26,8 @@ from workbench.rates.outcomes import (
 )
 
 __all__ = [
-    "Estimate",
-    "FoundRates",
-    "UsefulBand",
-    "count_lasting_spikes",
-    "loss_over_rates",
-    "rate_outcomes",
-    "rate_sensitivity",
-    "useful_band",
-]
+    "Estimate", "FoundRates", "UsefulBand", "count_lasting_spikes", "loss_over_rates", "rate_outcomes",
+    "rate_sensitivity", "useful_band",
+]  # fmt: skip
 
 __dir__ = publish(__name__)

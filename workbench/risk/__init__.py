@@ -21,17 +21,8 @@ from workbench.risk.risk import Probability, Risk, over_rates, predict
 from workbench.risk.scores import reliability
 
 __all__ = [
-    "FEATURES",
-    "EdgeModel",
-    "Edges",
-    "Probability",
-    "Risk",
-    "fit",
-    "load",
-    "over_rates",
-    "predict",
-    "reliability",
+    "FEATURES", "EdgeModel", "Edges", "Probability", "Risk", "fit", "load", "over_rates", "predict", "reliability",
     "shipped",
-]
+]  # fmt: skip
 
 __dir__ = publish(__name__)

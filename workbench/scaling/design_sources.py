@@ -61,21 +61,17 @@ _KINDS = (
     _Heads(("mamba_n_heads",), groups=("mamba_n_groups",), sizes=("mamba_d_head",), expand="mamba_expand"),
     _Heads(("n_mamba_heads",), groups=("mamba_ngroups",), sizes=("mamba_headdim",), expand="mamba_expand"),
     _Heads(("mamba_num_heads",), groups=("n_groups",), sizes=("mamba_head_dim",)),
-    _Heads(
-        _ATTENTION_HEADS,
+    _Heads(_ATTENTION_HEADS,
         groups=("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
         sizes=(
             "head_dim", "d_kv", "d_head", "dim_head", "kv_channels", "attention_head_dim", "attention_head_size",
-            "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "rotary_dim", "query_pre_attn_scalar",
-        ),
+            "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "v_head_dim", "rotary_dim", "query_pre_attn_scalar"),
     ),
     _Heads(("encoder_attention_heads",)),
     _Heads(("decoder_attention_heads",)),
-    _Heads(
-        ("linear_num_key_heads",),
+    _Heads(("linear_num_key_heads",),
         multiples=("linear_num_value_heads",),
-        sizes=("linear_key_head_dim", "linear_value_head_dim"),
-    ),
+        sizes=("linear_key_head_dim", "linear_value_head_dim")),
     _Heads(("linear_num_heads",), sizes=("linear_head_dim",)),
     _Heads(("index_n_heads",), sizes=("index_head_dim",)),
 )  # fmt: skip

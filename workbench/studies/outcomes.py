@@ -28,13 +28,9 @@ if TYPE_CHECKING:
     import xarray as xr
 
 __all__ = [
-    "accuracy_where_both_converge",
-    "divergence_rates",
-    "divergence_where_both_ran",
-    "largest_rate_without_explosion",
-    "predictor_table",
-    "shared_cells",
-]
+    "accuracy_where_both_converge", "divergence_rates", "divergence_where_both_ran", "largest_rate_without_explosion",
+    "predictor_table", "shared_cells",
+]  # fmt: skip
 
 
 #: Variables that a table of outcomes must have.

@@ -22,15 +22,8 @@ from workbench.tasks.task import Inputs, Task
 from workbench.tasks.user_data import as_task
 
 __all__ = [
-    "Inputs",
-    "Task",
-    "as_task",
-    "associative_recall",
-    "digits",
-    "random_tokens",
-    "reference_passages",
-    "synthetic_lm",
+    "Inputs", "Task", "as_task", "associative_recall", "digits", "random_tokens", "reference_passages", "synthetic_lm",
     "text_bytes",
-]
+]  # fmt: skip
 
 __dir__ = publish(__name__)

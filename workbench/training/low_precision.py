@@ -18,8 +18,7 @@ _PRODUCTS = frozenset(
     (
         functional.linear, functional.bilinear, functional.conv1d, functional.conv2d, functional.conv3d, torch.matmul,
         torch.mm, torch.mv, torch.bmm, torch.addmm, torch.baddbmm, torch.addbmm, torch.einsum, Tensor.matmul,
-        Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm,
-    )
+        Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm)
 )  # fmt: skip
 
 

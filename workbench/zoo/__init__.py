@@ -33,22 +33,8 @@ from workbench.zoo.constructors import (
 )
 
 __all__ = [
-    "FAMILIES",
-    "INITIALIZATIONS",
-    "NORMS",
-    "ArchitectureConfig",
-    "ZooModel",
-    "build",
-    "count_parameters",
-    "defaults",
-    "gpt2_style",
-    "kan",
-    "llama_style",
-    "mamba",
-    "mixtral_style",
-    "moe",
-    "transformer",
-    "vit",
-]
+    "FAMILIES", "INITIALIZATIONS", "NORMS", "ArchitectureConfig", "ZooModel", "build", "count_parameters", "defaults",
+    "gpt2_style", "kan", "llama_style", "mamba", "mixtral_style", "moe", "transformer", "vit",
+]  # fmt: skip
 
 __dir__ = publish(__name__)

@@ -23,19 +23,8 @@ from workbench.callbacks.observation import Alarm, Observation
 from workbench.option_checks import publish
 
 __all__ = [
-    "WATCHED",
-    "Alarm",
-    "Attribution",
-    "Attributor",
-    "Calibration",
-    "LeadTime",
-    "Observation",
-    "calibrate",
-    "evidence_of",
-    "lead_time",
-    "observations",
-    "recorded_alarms",
-    "replay",
-]
+    "WATCHED", "Alarm", "Attribution", "Attributor", "Calibration", "LeadTime", "Observation", "calibrate",
+    "evidence_of", "lead_time", "observations", "recorded_alarms", "replay",
+]  # fmt: skip
 
 __dir__ = publish(__name__)

@@ -286,10 +286,8 @@ class RunEvidence:
         """Return the readings of the shifts of the loss."""
         found, step = self._shift.update(float(observation.values["loss"])), observation.step
         return [
-            Reading(
-                watched, step, evidence, math.nan, is_evaluated=False, is_broken=False, value=found.level,
-                is_rise=watched is RISE, layer=-1, head=-1, onset=max(step - window, 0),
-            )
+            Reading(watched, step, evidence, math.nan, is_evaluated=False, is_broken=False, value=found.level,
+                is_rise=watched is RISE, layer=-1, head=-1, onset=max(step - window, 0))
             for watched, evidence, window in (
                 (RISE, found.rise, found.rise_window), (FALL, found.fall, found.fall_window)
             )

@@ -38,21 +38,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = [
-    "LAMB",
-    "SAM",
-    "ActivationVariance",
-    "Control",
-    "GradientPenalty",
-    "JacobianPenalty",
-    "Lion",
-    "MuP",
-    "Penalty",
-    "RandomL2",
-    "SpectralNorm",
-    "WeightNorm",
-    "controls",
-    "plain_copy",
-]
+    "LAMB", "SAM", "ActivationVariance", "Control", "GradientPenalty", "JacobianPenalty", "Lion", "MuP", "Penalty",
+    "RandomL2", "SpectralNorm", "WeightNorm", "controls", "plain_copy",
+]  # fmt: skip
 
 
 @checked

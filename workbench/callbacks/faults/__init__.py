@@ -44,30 +44,11 @@ stale_reduction = StaleReduction
 low_precision_reduction = LowPrecisionReduction
 
 __all__ = [
-    "CorruptedData",
-    "Cut",
-    "DroppedBucket",
-    "Fault",
-    "FlashAttentionMode",
-    "Injection",
-    "LargeRate",
-    "LowPrecisionAttention",
-    "LowPrecisionReduction",
-    "NoAuxiliaryLoss",
-    "SmallBatch",
-    "StaleReduction",
-    "catalog",
-    "corrupted_data",
-    "cut_low_bits",
-    "dropped_bucket",
-    "flash_attention",
-    "large_rate",
-    "low_precision_attention",
-    "low_precision_reduction",
-    "no_auxiliary_loss",
-    "small_batch",
-    "stale_reduction",
-]
+    "CorruptedData", "Cut", "DroppedBucket", "Fault", "FlashAttentionMode", "Injection", "LargeRate",
+    "LowPrecisionAttention", "LowPrecisionReduction", "NoAuxiliaryLoss", "SmallBatch", "StaleReduction", "catalog",
+    "corrupted_data", "cut_low_bits", "dropped_bucket", "flash_attention", "large_rate", "low_precision_attention",
+    "low_precision_reduction", "no_auxiliary_loss", "small_batch", "stale_reduction",
+]  # fmt: skip
 
 
 class CatalogEntry(NamedTuple):
