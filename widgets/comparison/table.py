@@ -48,19 +48,10 @@ _LINE = "border-top:1px solid var(--jp-border-color2,#8884)"
 _PUBLISHED = "published"
 #: Columns of the table, in order; columns without values are omitted.
 _MEASURES = (
-    "near_unit_mass",
-    "expansive_mass",
-    "contractive_mass",
-    "spectral_radius",
-    "eigenvector_condition",
-    "nonlinearity_ratio",
-    "kreiss_constant",
-    "reliable_fraction",
-    "rank",
-    "final_loss",
-    "best_accuracy",
+    "near_unit_mass", "expansive_mass", "contractive_mass", "spectral_radius", "eigenvector_condition",
+    "nonlinearity_ratio", "kreiss_constant", "reliable_fraction", "rank", "final_loss", "best_accuracy",
     "divergence_step",
-)
+)  # fmt: skip
 
 
 class TableView(ComparisonView):

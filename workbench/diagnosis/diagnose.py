@@ -34,13 +34,8 @@ if TYPE_CHECKING:
 
 #: Symptoms that indicate the block at fault, the most direct first.
 _OF_A_BLOCK = (
-    "block_blows_up",
-    "odd_weights",
-    "stream_jumps_at_a_block",
-    "block_forgets",
-    "odd_gradients",
-    "odd_updates",
-)
+    "block_blows_up", "odd_weights", "stream_jumps_at_a_block", "block_forgets", "odd_gradients", "odd_updates",
+)  # fmt: skip
 #: Evidence of less than this many nats is omitted.
 _LEAST_EVIDENCE = 0.02
 #: Probability from which on a cause is named although the loss shows no failure, and number of sentences in a summary.

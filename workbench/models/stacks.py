@@ -19,15 +19,9 @@ _DECODER_NAMES = ("decoder_layers", "num_decoder_layers")
 _ENCODER_NAMES = ("encoder_layers", "num_encoder_layers")
 #: Parts of a composite config; those that hold the language decoder come first.
 _PARTS = (
-    "decoder",
-    "text_config",
-    "llm_config",
-    "language_config",
-    "thinker_config",
-    "vision_config",
-    "audio_config",
+    "decoder", "text_config", "llm_config", "language_config", "thinker_config", "vision_config", "audio_config",
     "encoder",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -129,11 +129,8 @@ _SHARD = re.compile(
 )
 #: Files from which transformers takes the weights: the first of them that a folder contains.
 WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -27,12 +27,8 @@ if TYPE_CHECKING:
 
 #: The order keeps published measures adjacent, so that their line has few gaps.
 DEFAULT_MEASURES = (
-    "expansive_mass",
-    "near_unit_mass",
-    "spectral_radius",
-    "nonlinearity_ratio",
-    "eigenvector_condition",
-)
+    "expansive_mass", "near_unit_mass", "spectral_radius", "nonlinearity_ratio", "eigenvector_condition",
+)  # fmt: skip
 #: Measures without an upper bound, drawn on a logarithmic axis -> smallest possible value; None if there is none.
 LOGARITHMIC = {
     "spectral_radius": None,

@@ -173,16 +173,8 @@ class Calls:
 
 #: Operations that write a value given by the program, or leave memory uninitialized.
 _FILLS = {
-    "fill",
-    "maskedfill",
-    "fulllike",
-    "newfull",
-    "empty",
-    "emptylike",
-    "newempty",
-    "emptystrided",
-    "newemptystrided",
-}
+    "fill", "maskedfill", "fulllike", "newfull", "empty", "emptylike", "newempty", "emptystrided", "newemptystrided",
+}  # fmt: skip
 _LOGARITHMS = {"log", "log2", "log10", "log1p"}
 _ROOTS = {"sqrt", "rsqrt"}
 _QUOTIENTS = {"div", "reciprocal", "rsqrt"}

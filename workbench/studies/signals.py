@@ -46,21 +46,10 @@ _PARTS = ("monitors", "attention", "router", "optimizer", "activations", "curvat
 _PLACES = {"layer": "layers", "module": "modules", "head": "heads", "expert": "experts"}
 #: Signals for which low values are bad; for all others, high values are bad.
 _LOW_IS_BAD = (
-    "accuracy",
-    "attention_entropy",
-    "attention_entropy_share",
-    "effective_rank",
-    "gradient_rms",
-    "gradient_rms_over_eps",
-    "gradient_signal_share",
-    "rank",
-    "router_conditioning",
-    "routing_entropy",
-    "routing_entropy_share",
-    "significant_digits",
-    "spectral_entropy",
-    "stable_rank",
-)
+    "accuracy", "attention_entropy", "attention_entropy_share", "effective_rank", "gradient_rms",
+    "gradient_rms_over_eps", "gradient_signal_share", "rank", "router_conditioning", "routing_entropy",
+    "routing_entropy_share", "significant_digits", "spectral_entropy", "stable_rank",
+)  # fmt: skip
 #: Signals for which neither low nor high values are bad: fractions of the modes.
 _NEITHER = tuple(name for name in SPECTRA if name.endswith("_mass"))
 
@@ -332,20 +321,10 @@ def default_names(runs: Mapping[str, xr.DataTree], alarmed: Sequence[str] = (), 
 
 #: Signals that distinguish faults: attention, router, rate, and precursors of spikes.
 _INFORMATIVE = (
-    "effective_rank D2",
-    "routing_entropy_share",
-    "routing_entropy",
-    "update_ratio",
-    "attention_logit_max",
-    "adam_staleness",
-    "router_similarity",
-    "max_violation",
-    "attention_entropy_share",
-    "outlier_ratio",
-    "spectral_radius",
-    "near_unit_mass",
-    "accuracy",
-)
+    "effective_rank D2", "routing_entropy_share", "routing_entropy", "update_ratio", "attention_logit_max",
+    "adam_staleness", "router_similarity", "max_violation", "attention_entropy_share", "outlier_ratio",
+    "spectral_radius", "near_unit_mass", "accuracy",
+)  # fmt: skip
 
 
 def checks_of(run: xr.DataTree) -> list[Check]:
