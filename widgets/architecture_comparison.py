@@ -18,7 +18,7 @@ from workbench.widgets.comparison.scene import RecordedRun, Scene, labeled
 from workbench.widgets.comparison.table import RadarView, TableView
 from workbench.widgets.figure import Stage
 from workbench.widgets.saved_page import chosen_steps, saved_page
-from workbench.widgets.tags import Tags, model_tags
+from workbench.widgets.tables import Tags, model_tags
 
 if TYPE_CHECKING:
     from workbench.widgets.comparison.scene import ComparisonView

@@ -21,9 +21,7 @@ from workbench.reports.formats import html
 from workbench.reports.make_report import detached, report
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.base import WorkbenchWidget, known
-from workbench.widgets.report.choice_table import ChoiceTable, cell, row
-from workbench.widgets.report.page import ReportPage
-from workbench.widgets.report.views import CriteriaView, SideBySide
+from workbench.widgets.report.views import ChoiceTable, CriteriaView, ReportPage, SideBySide, cell, row
 from workbench.widgets.tables import HEAD, HEADLINE_CSS, headline
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.worker import MeasuringWidget

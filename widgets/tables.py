@@ -1,21 +1,52 @@
-"""HTML in JupyterLab's colors: tables of masses and modes, headlines, and pages with a figure."""
+"""HTML in JupyterLab's colors: tables, headlines, pages with a figure, and names that can be switched on and off."""
 
 from __future__ import annotations
 
 import html
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import anywidget
 import numpy as np
+import traitlets
 import xarray as xr
 
+from workbench.errors import require_listed
 from workbench.formatting import fixed
 from workbench.koopman.measures import MASSES, summarize
 from workbench.plots.figure_files import save
+from workbench.plots.style import model_style
 from workbench.schema.runs import SPECTRA
 from workbench.schema.statuses import CriterionState
+
+
+class Tags(anywidget.AnyWidget):
+    """A row of names that can be switched on and off."""
+
+    _esm = Path(__file__).with_name("tags.js")
+    _css = Path(__file__).with_name("tags.css")
+    label = traitlets.Unicode().tag(sync=True)
+    options = traitlets.List(traitlets.Dict()).tag(sync=True)
+    value = traitlets.List(traitlets.Unicode()).tag(sync=True)
+
+    @property
+    def names(self) -> list[str]:
+        """All names, whether switched on or not."""
+        return [option["name"] for option in self.options]
+
+    def choose(self, names: str | Iterable[str]) -> None:
+        """Switch these names on and all others off."""
+        names = [names] if isinstance(names, str) else list(names)
+        require_listed(self.label, names or [None], self.names)
+        self.value = [name for name in self.names if name in names]
+
+
+def model_tags(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return options for models, each with its style in figures that show all of them."""
+    return [{"name": name, "text": name, **model_style(index)} for index, name in enumerate(names)]
+
 
 #: From the center of the circle outwards; the order of the columns of the table and of the parts of its bars.
 _MASS_COLORS = {

@@ -22,9 +22,8 @@ from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig
 from workbench.studies.signals import Quantiles
 from workbench.widgets.base import KINDS, WorkbenchWidget
-from workbench.widgets.timeline_parts.canvas import TimelineCanvas, ViewSettings, saved_page
+from workbench.widgets.timeline_parts.canvas import PanelSelection, TimelineCanvas, ViewSettings, saved_page
 from workbench.widgets.timeline_parts.followed_run import FollowedRun
-from workbench.widgets.timeline_parts.packing import PanelSelection
 
 if TYPE_CHECKING:
     Run = xr.DataTree | xr.Dataset | str | os.PathLike[str]

@@ -18,7 +18,7 @@ from workbench.option_kinds import NonNegativeInt
 from workbench.plots.figure_files import picture_of
 from workbench.schema.statuses import CriterionState
 from workbench.widgets.figure import FigureStage
-from workbench.widgets.report.choice_table import ChoiceTable, cell, row
+from workbench.widgets.report.views import ChoiceTable, cell, row
 from workbench.widgets.tables import HEAD, HEADLINE_CSS, figure_page, headline
 from workbench.widgets.text_picture import text_picture
 from workbench.widgets.ward_parts import (

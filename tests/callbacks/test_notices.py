@@ -18,8 +18,7 @@ from tests.about import says
 from tests.callbacks.mirrored_runs import AT, N_STEPS, trained
 from tests.callbacks.test_mirrors import alarm, monitors, put_all
 from workbench.callbacks import mirrors, notices
-from workbench.callbacks.mirrors import Outlet, close_all
-from workbench.callbacks.notices import notices_of
+from workbench.callbacks.mirrors import Outlet, close_all, notices_of
 from workbench.errors import OptionError
 from workbench.io.run_output import RecordingWarning
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.hardware.known_gradients import Known, emulation
 from workbench.hardware.emulation import GradientLayout, NotMeasured, ShareGradients, Terms, compare
-from workbench.hardware.reduction import (
+from workbench.hardware.number_formats import (
     accumulation_error,
     accumulation_shrinkage,
     allreduce_error,

@@ -13,7 +13,7 @@ import workbench as wb
 import workbench.assessment.assess
 import workbench.diagnosis
 import workbench.widgets.assessment_report
-import workbench.widgets.report.page
+import workbench.widgets.report.views
 from tests.about import about, says
 from tests.reports import made_trees
 from workbench.errors import OptionError, SchemaError, StoreError
@@ -53,7 +53,7 @@ def answers(monkeypatch):
     """Messages of `ReportPage`."""
     sent = []
     monkeypatch.setattr(
-        workbench.widgets.report.page.ReportPage,
+        workbench.widgets.report.views.ReportPage,
         "send",
         lambda self, content, buffers=(): sent.append((content, list(buffers))),
     )
@@ -74,7 +74,7 @@ def texts(table, name):
 def test_the_page_gets_its_text_at_once_and_each_picture_when_it_asks(make, assessment, answers, monkeypatch):
     drawn = []
     monkeypatch.setattr(
-        workbench.widgets.report.page,
+        workbench.widgets.report.views,
         "image",
         lambda picture, tree: (drawn.append(picture.title), ("image/png", b"png"))[1],
     )
@@ -97,7 +97,7 @@ def test_a_picture_that_cannot_be_drawn_says_so_in_its_place(make, assessment, a
     def refuse(picture, tree):
         raise SchemaError("The part lacks its depth.")
 
-    monkeypatch.setattr(workbench.widgets.report.page, "image", refuse)
+    monkeypatch.setattr(workbench.widgets.report.views, "image", refuse)
     report = make(assessment)
     report.text._receive(None, {"question": "picture", "number": 0, "id": "7"}, [])
     assert answers[-1][0] == {"answer": "7", "failure": "The part lacks its depth."}

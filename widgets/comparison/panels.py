@@ -34,8 +34,7 @@ from workbench.widgets.base import known
 from workbench.widgets.comparison.scene import ComparisonView, Scene, labeled
 from workbench.widgets.eigenvalue_panels import ZOOM_TIPS, EigenvaluePanels, grid_of, key_in_words
 from workbench.widgets.saved_page import SavedView
-from workbench.widgets.tables import muted
-from workbench.widgets.tags import Tags
+from workbench.widgets.tables import Tags, muted
 from workbench.widgets.theme import THEMES
 
 if TYPE_CHECKING:

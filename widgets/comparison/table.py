@@ -27,8 +27,7 @@ from workbench.widgets.base import known
 from workbench.widgets.comparison.panels import grid
 from workbench.widgets.comparison.scene import ComparisonView, Scene
 from workbench.widgets.saved_page import SavedView
-from workbench.widgets.tables import NAME, SCROLLING, TABLE, muted
-from workbench.widgets.tags import Tags
+from workbench.widgets.tables import NAME, SCROLLING, TABLE, Tags, muted
 from workbench.widgets.text_picture import text_picture
 
 if TYPE_CHECKING:

@@ -1,27 +1,154 @@
-"""Views of `AssessmentReport`: criteria with their evidence, and two designs side by side."""
+"""Parts of `AssessmentReport`: its page with figures drawn once visible, criteria and evidence, two designs."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Callable
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
 from typing import Any
 
+import anywidget
 import ipywidgets
 import numpy as np
+import traitlets
 import xarray as xr
 
+from workbench.errors import WorkbenchError, require_listed
 from workbench.formatting import percent
 from workbench.plots import layer_profile
 from workbench.plots.finding_figures import criteria_bands
 from workbench.reports import pictures
 from workbench.reports.assessment_document import proxy_of
-from workbench.reports.document import Numbers, Picture, Quantity
+from workbench.reports.document import Block, Document, Lead, Numbers, Picture, Quantity
+from workbench.reports.formats import html
+from workbench.reports.make_report import document_of
+from workbench.reports.pictures import image
 from workbench.schema.statuses import WORST_FIRST, CriterionState
 from workbench.widgets.base import WorkbenchWidget, known
 from workbench.widgets.figure import FigureStage
-from workbench.widgets.report.choice_table import ChoiceTable, cell, row
-from workbench.widgets.tables import HEAD, MUTED, NAME, TABLE
-from workbench.widgets.tags import Tags
+from workbench.widgets.tables import HEAD, MUTED, NAME, TABLE, Tags
+
+_log = logging.getLogger(__name__)
+#: Placeholder line of a figure, which page.js replaces by an empty frame.
+_FRAME = "picture {number} of the report"
+
+
+class ReportPage(anywidget.AnyWidget):
+    """The HTML page of `workbench.reports` inside a notebook, which requests text and figures when it is displayed."""
+
+    _esm = Path(__file__).with_name("page.js")
+    _css = Path(__file__).with_name("page.css")
+    marked = traitlets.Unicode().tag(sync=True)
+
+    def __init__(self, *, lock: Any = None) -> None:
+        self.lock = lock or threading.RLock()
+        self.tree: xr.DataTree | None = None
+        self.document: Document | None = None
+        self._text = ""
+        super().__init__()
+        self.on_msg(self._receive)
+
+    def tell(self, tree: xr.DataTree) -> None:
+        """Show the report of a tree."""
+        document = document_of(tree)
+        text = html(_framed(document), tree)
+        with self.lock:
+            self.tree, self.document, self._text = tree, document, text
+            self.marked = ""
+            self.send({"is_new": True})
+
+    def lead_to(self, anchor: str) -> None:
+        """Scroll to a row and mark it."""
+        self.marked = ""
+        self.marked = anchor
+
+    def _receive(self, _: Any, content: dict[str, Any], buffers: list[Any]) -> None:
+        with self.lock:
+            if self.document is None:
+                return
+            pictures = self.document.pictures
+            if content.get("question") == "text":
+                frames = [
+                    {"title": p.title, "caption": p.caption, "alternative": p.alternative, "line": _line(number)}
+                    for number, p in enumerate(pictures)
+                ]
+                self.send({"answer": content["id"], "text": self._text, "frames": frames})
+            elif content.get("question") == "picture" and content["number"] < len(pictures):
+                self.send(*self._drawn(pictures[content["number"]], content["id"]))
+
+    def _drawn(self, picture: Picture, question: str) -> tuple[dict[str, Any], list[bytes]]:
+        try:
+            mime, content = image(picture, known(self.tree))
+        except WorkbenchError as error:
+            return {"answer": question, "failure": str(error)}, []
+        except Exception as error:  # noqa: BLE001  (a bug: the report stays usable, and the log has the traceback)
+            _log.exception("The figure '%s' could not be drawn.", picture.title)
+            return {"answer": question, "failure": f"{type(error).__name__}: {error}"}, []
+        return {"answer": question, "mime": mime}, [content]
+
+
+def _framed(document: Document) -> Document:
+    """Return the document with a placeholder line for each figure, because figures take time to draw."""
+    number, sections = 0, []
+    for section in document.sections:
+        blocks: list[Block] = []
+        for block in section.blocks:
+            if isinstance(block, Picture):
+                blocks.append(Lead(_line(number)))
+                number += 1
+            else:
+                blocks.append(block)
+        sections.append(replace(section, blocks=tuple(blocks)))
+    return replace(document, sections=tuple(sections))
+
+
+def _line(number: int) -> str:
+    return _FRAME.format(number=number)
+
+
+class ChoiceTable(anywidget.AnyWidget):
+    """A table in which a click on a row, or Enter on its name, chooses it; ``value`` is its id, empty for none."""
+
+    _esm = Path(__file__).with_name("choice_table.js")
+    _css = Path(__file__).with_name("choice_table.css")
+    label = traitlets.Unicode().tag(sync=True)
+    empty = traitlets.Unicode("No rows").tag(sync=True)
+    columns = traitlets.List(traitlets.Unicode()).tag(sync=True)
+    rows = traitlets.List(traitlets.Dict()).tag(sync=True)
+    value = traitlets.Unicode().tag(sync=True)
+
+    def fill(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Replace the rows; the chosen row stays if it is among them, otherwise the first is chosen."""
+        rows = list(rows)
+        names = [row["id"] for row in rows]
+        with self.hold_sync():
+            self.rows = rows
+            if self.value not in names:
+                self.value = names[0] if names else ""
+
+    def texts(self) -> list[list[str]]:
+        """Return the column heads and the rows as text."""
+        return [list(self.columns), *([cell["text"] for cell in row["cells"]] for row in self.rows)]
+
+    def choose(self, name: str) -> None:
+        """Choose a row."""
+        names = [row["id"] for row in self.rows]
+        require_listed(self.label, [name], names)
+        self.value = name
+
+
+def cell(text: str, *, state: str = "", is_number: bool = False) -> dict[str, Any]:
+    """Return a cell of a row."""
+    return {"text": text, "state": state, "is_number": is_number}
+
+
+def row(name: str, cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a row."""
+    return {"id": name, "cells": list(cells)}
+
 
 #: Parts that contain only summary numbers -> part whose figure shows the underlying data.
 _PICTURED_BY = {"structure": "flow", "trials": "pilot"}
@@ -91,17 +218,17 @@ def _words(quantity: Quantity, data: xr.Dataset, head: str, proxy: str) -> str:
     text = " ".join(filter(None, [quantity.text, quantity.units]))
     layer, n_runs, sure = int(data["layer"]), int(data["n_reference"]), float(data["confidence"])
     reason = str(data["reason"].values).strip()
-    lines = [f"<b>{html.escape(quantity.state)}</b>" + (f", confidence {percent(sure)}" if sure > 0 else "")]
+    lines = [f"<b>{escape(quantity.state)}</b>" + (f", confidence {percent(sure)}" if sure > 0 else "")]
     if quantity.state != CriterionState.NOT_MEASURED:
         band = f"healthy: {quantity.band}" + (f", as in {n_runs} healthy runs" if n_runs else "")
         place = f" in block {layer}" if layer >= 0 else ""
         of = f", of {proxy}" if proxy else ""
-        lines.insert(0, f"<b>{html.escape(text)}</b>{place}{of}; {html.escape(band)}")
+        lines.insert(0, f"<b>{escape(text)}</b>{place}{of}; {escape(band)}")
     if reason and quantity.state != CriterionState.HEALTHY:
-        lines.append(html.escape(f"{reason[0].upper()}{reason[1:].rstrip('.')}."))
-    title = html.escape(": ".join(filter(None, [head, quantity.meaning])))
+        lines.append(escape(f"{reason[0].upper()}{reason[1:].rstrip('.')}."))
+    title = escape(": ".join(filter(None, [head, quantity.meaning])))
     body = "".join(f"<div>{line}</div>" for line in lines)
-    where = f'<div style="{MUTED};overflow-wrap:anywhere">{html.escape(quantity.where)}</div>'
+    where = f'<div style="{MUTED};overflow-wrap:anywhere">{escape(quantity.where)}</div>'
     style = "white-space:normal;line-height:1.5;color:var(--jp-content-font-color1,#222)"
     return f'<div aria-live="polite" style="{style}"><div style="{HEAD}">{title}</div>{body}{where}</div>'
 
@@ -315,7 +442,7 @@ def _figures(numbers: Numbers, names: tuple[str, str]) -> str:
         both = [numbers.value("designs", variable, design=all_names.index(name)) for name in names]
         texts = [" ".join(filter(None, [quantity.text, quantity.units])) for quantity in both]
         weight = ";font-weight:600" if texts[0] != texts[1] else ""
-        cells = "".join(f'<td style="{NAME}{weight}">{html.escape(text)}</td>' for text in texts)
-        body += f'<tr><th scope="row" style="{NAME};font-weight:400">{html.escape(both[0].meaning)}</th>{cells}</tr>'
-    heads = "".join(f'<th scope="col" style="{NAME};font-weight:600">{html.escape(name)}</th>' for name in names)
+        cells = "".join(f'<td style="{NAME}{weight}">{escape(text)}</td>' for text in texts)
+        body += f'<tr><th scope="row" style="{NAME};font-weight:400">{escape(both[0].meaning)}</th>{cells}</tr>'
+    heads = "".join(f'<th scope="col" style="{NAME};font-weight:600">{escape(name)}</th>' for name in names)
     return f'<table style="{TABLE};font-size:13px;margin:6px 2px"><tr><td></td>{heads}</tr>{body}</table>'

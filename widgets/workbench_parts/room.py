@@ -13,7 +13,7 @@ import traitlets
 
 from workbench.errors import StoreError
 from workbench.widgets.base import close_tree
-from workbench.widgets.tags import Tags
+from workbench.widgets.tables import Tags
 from workbench.widgets.workbench_parts.sources import CLOSED, FOLDER, GROUPS, Source
 from workbench.widgets.workbench_parts.views import VIEWS
 

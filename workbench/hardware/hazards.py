@@ -18,23 +18,21 @@ from workbench.formatting import counted
 from workbench.formatting import fine_percent as percent
 from workbench.hardware.emulation import Batch, Emulation, Finding, NotMeasured, WorkingCopy, compare
 from workbench.hardware.number_formats import (
+    accumulation_error,
+    accumulation_shrinkage,
     activation_overflow,
+    allreduce_error,
+    allreduce_shrinkage,
+    bucket_layout,
     gradient_overflow,
     gradient_range,
     gradient_underflow,
     lost_updates,
+    plan_buckets,
+    reduction_order,
     updating,
 )
 from workbench.hardware.plan import AssessmentPlan
-from workbench.hardware.reduction import (
-    accumulation_error,
-    accumulation_shrinkage,
-    allreduce_error,
-    allreduce_shrinkage,
-    bucket_layout,
-    plan_buckets,
-    reduction_order,
-)
 from workbench.models.batches import count_examples, take_examples
 from workbench.models.block_calls import Site
 from workbench.option_kinds import Measured

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.callbacks.alarms import Alarms
 from workbench.callbacks.alarms.replaying import replay
 from workbench.callbacks.alarms.settings_sentinel import planned_settings
-from workbench.callbacks.mirrors import Outlet, RaisedAlarm, close_all, services_of
-from workbench.callbacks.notices import notices_of
+from workbench.callbacks.mirrors import Outlet, RaisedAlarm, close_all, notices_of, services_of
 from workbench.callbacks.observation import Observation, Observers
 from workbench.callbacks.recorder.attached import AttachedRecorder
 from workbench.callbacks.recorder.budget import OF_STORE, Cost

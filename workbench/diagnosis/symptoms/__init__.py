@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from workbench.diagnosis.failed_run import Failure, Record
-from workbench.diagnosis.symptoms.model_symptoms import model_symptoms
+from workbench.diagnosis.symptoms.run_symptoms import model_symptoms, training_symptoms
 from workbench.diagnosis.symptoms.symptom import Symptom, in_steps
-from workbench.diagnosis.symptoms.training_symptoms import training_symptoms
 from workbench.schema.statuses import SymptomKind
 
 __all__ = ["Symptom", "read_symptoms"]
