@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ipywidgets
 import xarray as xr
 
-from workbench.errors import OptionError, StoreError, WorkbenchError
+from workbench.errors import OptionError, StoreError, WorkbenchError, require_listed
 from workbench.formatting import file_size
 from workbench.io.atomic import check_free, replacing
 from workbench.io.store import export_netcdf
@@ -26,7 +26,33 @@ from workbench.plots.figure_files import picture_of
 from workbench.plots.figure_files import save as save_figure
 from workbench.widgets.static_picture import Presence, StaticPicture
 from workbench.widgets.text_picture import text_picture
-from workbench.widgets.theme import check_theme
+
+if TYPE_CHECKING:
+    from bokeh.models import LayoutDOM
+
+
+#: Theme -> factor of all text sizes.
+THEMES = {"page": 1.0, "projector": 1.5}
+
+
+def check_theme(theme: str) -> None:
+    """Raise an exception if a theme does not exist."""
+    require_listed("theme", [theme], THEMES)
+
+
+def enlarge_text(root: LayoutDOM, theme: str) -> None:
+    """Scale all text of a bokeh layout to a theme; text that is already scaled stays unchanged."""
+    factor = THEMES[theme]
+    if factor == 1:
+        return
+    for model in root.references():
+        if theme in model.tags:
+            continue
+        model.tags = [*model.tags, theme]
+        sizes = {name: getattr(model, name) for name in model.properties() if name.endswith("text_font_size")}
+        points = {name: size for name, size in sizes.items() if isinstance(size, str) and size.endswith("pt")}
+        model.update(**{name: f"{factor * float(size.removesuffix('pt')):g}pt" for name, size in points.items()})
+
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

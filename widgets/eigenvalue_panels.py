@@ -13,7 +13,7 @@ from workbench.plots.complex_plane import density_image
 from workbench.plots.figure_files import bokeh_plot
 from workbench.plots.plane_view import band_outline, depth_of, headline, key, mode_columns, silent_layers
 from workbench.plots.style import note_bokeh, shortened
-from workbench.widgets.theme import THEMES, enlarge_text
+from workbench.widgets.base import THEMES, enlarge_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -25,9 +25,8 @@ from bokeh.protocol import Protocol
 from IPython.display import Image
 
 from workbench.plots.figure_files import bokeh_plot, drawn_backends, fit_script, picture_of
-from workbench.widgets.base import close_tree
+from workbench.widgets.base import THEMES, check_theme, close_tree, enlarge_text
 from workbench.widgets.static_picture import StaticPicture
-from workbench.widgets.theme import THEMES, check_theme, enlarge_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

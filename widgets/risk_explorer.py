@@ -25,14 +25,13 @@ from workbench.rates.find_rate import FoundRates
 from workbench.risk.edge_model import EdgeModel, shipped
 from workbench.risk.risk import Risk, over_rates, predict
 from workbench.schema.statuses import CriterionState
-from workbench.widgets.base import known
+from workbench.widgets.base import enlarge_text, known
 from workbench.widgets.figure import Figure, FigureStage
 from workbench.widgets.risk import words
 from workbench.widgets.risk.controls import Measured, ModelChoice, PlanControls, measure, run_pilot
 from workbench.widgets.risk.words import RiskAnswer, page
 from workbench.widgets.tables import HEADLINE_CSS, headline
 from workbench.widgets.text_picture import text_picture
-from workbench.widgets.theme import enlarge_text
 from workbench.widgets.worker import MeasuringWidget
 
 _STALE = "workbench-risk-stale"

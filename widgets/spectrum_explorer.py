@@ -16,12 +16,11 @@ from workbench.koopman.measures import remeasure
 from workbench.plots import eigenvalue_map
 from workbench.plots.figure_inputs import named_spectra, select_layers
 from workbench.plots.plane_view import ZOOMS, PlaneView, view_of
-from workbench.widgets.base import KINDS, WorkbenchWidget
+from workbench.widgets.base import KINDS, THEMES, WorkbenchWidget
 from workbench.widgets.eigenvalue_panels import ZOOM_TIPS, EigenvaluePanels, key_in_words
 from workbench.widgets.figure import Figure
 from workbench.widgets.saved_page import SavedView, saved_page
 from workbench.widgets.tables import SCROLLING, mass_table, mode_table, muted
-from workbench.widgets.theme import THEMES
 
 
 class SpectrumExplorer(WorkbenchWidget):

@@ -13,7 +13,7 @@ import xarray as xr
 from workbench.callbacks.alarms.probe_alarms import SIGNALS
 from workbench.errors import OptionError, SchemaError, require_listed
 from workbench.formatting import capitalized, counted, listed
-from workbench.io.run_access import named_runs
+from workbench.io.store import named_runs
 from workbench.option_checks import checked
 from workbench.option_kinds import PositiveFloat
 from workbench.plots.timeline_events import TimelineEvent, alarms_of, signal_of

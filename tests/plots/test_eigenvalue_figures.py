@@ -11,7 +11,7 @@ from tests.about import about, says
 from tests.plots.conftest import run_of
 from tests.plots.panels import bokeh_panels, elements
 from workbench.errors import OptionError, SchemaError
-from workbench.io.run_access import named_runs
+from workbench.io.store import named_runs
 from workbench.plots import eigenvalue_map, step_grid
 from workbench.plots.eigenvalue_figures import cell_of
 from workbench.plots.figure_files import picture_of

@@ -7,7 +7,7 @@ import xarray as xr
 from tests.about import about, says
 from tests.plots.panels import bokeh_panels
 from workbench.errors import OptionError, SchemaError
-from workbench.io.run_access import named_runs
+from workbench.io.store import named_runs
 from workbench.plots.curve_figures import TracesPanel, trace_of, traces
 
 pytestmark = pytest.mark.render

@@ -11,7 +11,7 @@ import workbench as wb
 from tests.about import about, says
 from tests.plots.conftest import runs, spectra_of
 from workbench.errors import OptionError, SchemaError
-from workbench.io.run_access import at_step, last_step, named_runs
+from workbench.io.store import at_step, last_step, named_runs
 from workbench.koopman.moments import SnapshotMoments
 from workbench.koopman.spectra import as_dataset, layer_spectrum
 from workbench.schema.runs import SPECTRA

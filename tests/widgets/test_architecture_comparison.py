@@ -323,7 +323,7 @@ def test_a_move_of_the_slider_does_not_check_the_runs_again(open_comparison, run
     def fail(*_):
         raise AssertionError("checked again")
 
-    monkeypatch.setattr("workbench.io.run_access.as_run", fail)
+    monkeypatch.setattr("workbench.io.store.as_run", fail)
     comparison.step = 20
     assert comparison.error == ""
     with pytest.raises(AssertionError, match="checked again"):

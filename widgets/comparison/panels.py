@@ -30,12 +30,11 @@ from workbench.plots.plane_view import ZOOMS, view_of
 from workbench.plots.style import NEUTRAL, log_ticks_bokeh, note_bokeh
 from workbench.schema.runs import MONITORS, SPECTRA
 from workbench.studies.comparison import ENERGETIC, SPECTRAL
-from workbench.widgets.base import known
+from workbench.widgets.base import THEMES, known
 from workbench.widgets.comparison.scene import ComparisonView, Scene, labeled
 from workbench.widgets.eigenvalue_panels import ZOOM_TIPS, EigenvaluePanels, grid_of, key_in_words
 from workbench.widgets.saved_page import SavedView
 from workbench.widgets.tables import Tags, muted
-from workbench.widgets.theme import THEMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

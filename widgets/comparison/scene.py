@@ -13,14 +13,12 @@ import numpy as np
 import xarray as xr
 
 from workbench.errors import OptionError, SchemaError
-from workbench.io.run_access import at_step, divergence_step, named_runs, spectra_of
-from workbench.io.store import open_run
+from workbench.io.store import at_step, divergence_step, named_runs, open_run, spectra_of
 from workbench.plots.figure_files import picture_of
 from workbench.plots.figure_inputs import select_layers
 from workbench.plots.plane_view import depth_of
-from workbench.widgets.base import close_tree
+from workbench.widgets.base import close_tree, enlarge_text
 from workbench.widgets.figure import Figure, Stage
-from workbench.widgets.theme import enlarge_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

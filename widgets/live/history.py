@@ -15,8 +15,7 @@ from workbench.callbacks.alarms import WATCHED, Alarm, Alarms, Attribution
 from workbench.callbacks.alarms.probe_alarms import Check
 from workbench.callbacks.guard import Action
 from workbench.errors import SchemaError, StoreError
-from workbench.io.run_access import spectra_of
-from workbench.io.store import open_run
+from workbench.io.store import open_run, spectra_of
 from workbench.plots.timeline_events import (
     TimelineEvent,
     account_of,

@@ -21,8 +21,7 @@ from workbench.callbacks.kss import KSS
 from workbench.callbacks.recorder import Recorder
 from workbench.callbacks.train import gather
 from workbench.errors import StoreError
-from workbench.io.run_access import last_step
-from workbench.io.store import open_run
+from workbench.io.store import last_step, open_run
 from workbench.models.checkpoint import list_checkpoints
 from workbench.training.recording import branch_run
 from workbench.widgets.base import known

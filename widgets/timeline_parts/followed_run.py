@@ -13,9 +13,8 @@ import xarray as xr
 from workbench.errors import SchemaError, StoreError
 from workbench.formatting import duration
 from workbench.io.far_places import FarPlace, UnreachableError, place_of
-from workbench.io.run_access import named_runs, spectra_of
 from workbench.io.stages import stages_at
-from workbench.io.store import open_run_or_log
+from workbench.io.store import named_runs, open_run_or_log, spectra_of
 from workbench.plots.timeline_panels import RunEvents
 from workbench.schema.statuses import RunState
 from workbench.studies import signals as sig

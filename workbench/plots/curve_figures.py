@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 
 from workbench.formatting import capitalized
-from workbench.io.run_access import divergence_step, named_runs, spectra_of
+from workbench.io.store import divergence_step, named_runs, spectra_of
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeInt, PositiveInt, one_of
 from workbench.plots import style

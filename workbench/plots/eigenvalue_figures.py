@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from workbench.errors import OptionError
-from workbench.io.run_access import at_step, divergence_step, last_step, named_runs, recorded_steps, spectra_of
+from workbench.io.store import at_step, divergence_step, last_step, named_runs, recorded_steps, spectra_of
 from workbench.koopman.measures import remeasure
 from workbench.option_kinds import PositiveInt
 from workbench.plots import style

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workbench.errors import SchemaError
-from workbench.io.run_access import at_step, by_subject, named_runs, spectra_of
+from workbench.io.store import at_step, by_subject, named_runs, spectra_of
 from workbench.schema.runs import CONCAT_DIMS, validate_spectra
 
 if TYPE_CHECKING:

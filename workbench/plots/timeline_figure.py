@@ -12,7 +12,7 @@ import numpy as np
 
 from workbench.errors import OptionError
 from workbench.formatting import capitalized, clipped, counted, percent_range
-from workbench.io.run_access import named_runs
+from workbench.io.store import named_runs
 from workbench.option_checks import checked
 from workbench.option_kinds import NonNegativeInt, one_of
 from workbench.plots import style

@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from workbench.errors import OptionError, SchemaError
-from workbench.io.run_access import at_step, by_subject, divergence_step, named_runs, spectra_of
+from workbench.io.store import at_step, by_subject, divergence_step, named_runs, spectra_of
 from workbench.koopman.measures import MASSES, Thresholds
 from workbench.models.profile import profile
 from workbench.models.subject import Subject

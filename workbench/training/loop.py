@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import xarray as xr
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from workbench.errors import CheckpointError, OptionError, SnapshotError, StoreError, WorkbenchError
 from workbench.formatting import listed
@@ -22,8 +22,9 @@ from workbench.io.run_output import RecordingWarning, RunOutput
 from workbench.io.run_parts import Lost
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
-from workbench.models.calling import bare, call_model, on_device_of
-from workbench.models.checkpoint import divided, latest_checkpoint, load_weights
+from workbench.models.batches import count_examples, take_examples
+from workbench.models.calling import bare, call_model, is_shared, message_device, on_device_of
+from workbench.models.checkpoint import divided, is_sharded, latest_checkpoint, load_weights
 from workbench.models.losses import accuracy_on_device, auxiliary_loss, prediction_of
 from workbench.models.probing import parts_of
 from workbench.probes.failed_pass import Around, LossOf, first_bad_tensor
@@ -32,7 +33,6 @@ from workbench.tasks import Task
 from workbench.tasks.random_stream import RandomStream
 from workbench.tasks.user_data import DataTask, OneShotTask
 from workbench.training.callback import Callback, CallbackGroup, PassFunction, PassResult, StepRecord, TrainingRun
-from workbench.training.ranks import Ranks, replicated, whole
 from workbench.training.recording import (
     Recording,
     SpectraTaker,
@@ -48,6 +48,87 @@ from workbench.training.recording import (
     write_checkpoint,
 )
 from workbench.training.training_plan import PRECISIONS, TrainingPlan
+
+
+class Ranks:
+    """The ranks that train a model; one alone if it is neither wrapped by DDP nor sharded.
+
+    Args:
+        model: Model that the loop calls.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        is_wrapped = any(isinstance(each, nn.parallel.DistributedDataParallel) for each in model.modules())
+        self.are_several = is_shared() and (is_wrapped or any(map(is_sharded, model.parameters())))
+        self.rank = distributed.get_rank() if self.are_several else 0
+        self.n = distributed.get_world_size() if self.are_several else 1
+
+    def own_rows(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Return every n-th example of a batch, those of this rank.
+
+        Raises:
+            OptionError: If the examples cannot be divided equally, which would weight them differently.
+        """
+        if not self.are_several:
+            return batch
+        if (n_examples := count_examples(batch[0])) % self.n:
+            raise OptionError(
+                f"A batch of {n_examples} examples cannot be divided among {self.n} ranks; choose a batch size that is "
+                f"a multiple of {self.n}."
+            )
+        inputs, targets = (take_examples(part, slice(self.rank, None, self.n)) for part in batch)
+        return inputs, targets
+
+    def means(self, numbers: Sequence[float]) -> list[float]:
+        """Return the means of numbers over ranks."""
+        if not self.are_several:
+            return [*numbers]
+        message = torch.tensor(numbers, dtype=torch.float64, device=message_device())
+        distributed.all_reduce(message)
+        return (message / self.n).tolist()
+
+    def each(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        found: list[Any] = [value] * self.n
+        if self.are_several:
+            distributed.all_gather_object(found, value)
+        return found
+
+    def on_first(self, function: Callable[[], Any]) -> Any:
+        """Call a function on the first rank alone; its errors are raised on all ranks. Others receive None."""
+        found, problem = None, None
+        if self.rank == 0:
+            try:
+                found = function()
+            except WorkbenchError as error:
+                problem = error
+        if (problem := self.each(problem)[0]) is not None:
+            raise problem
+        return found
+
+
+def whole(value: Any, _gathered: dict[int, Tensor] | None = None) -> Any:
+    """Return a state in which tensors that are sharded over ranks are complete; to be called on every rank."""
+    gathered = {} if _gathered is None else _gathered
+    if is_sharded(value):
+        place = value.to_local().data_ptr()  # tied parameters remain one
+        if place not in gathered or gathered[place].shape != value.shape:
+            gathered[place] = value.full_tensor()
+        return gathered[place]
+    if isinstance(value, Mapping):
+        return type(value)((key, whole(each, gathered)) for key, each in value.items())  # type: ignore[call-arg]
+    return [whole(each, gathered) for each in value] if isinstance(value, list) else value
+
+
+def replicated(value: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that every rank has, in a form that can be multiplied with another one."""
+    if not is_sharded(like):
+        return value
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
 
 #: Tokens of the examples on which the effect of updates is measured.
 _PROBE_TOKENS = 64
