@@ -147,9 +147,7 @@ class AssessmentReport(MeasuringWidget):
             OptionError: If there is no subject.
         """
         if self._subject is None:
-            raise OptionError(
-                "There is nothing to measure, as this report shows a given tree; create one with subject=."
-            )
+            raise OptionError("Nothing can be measured, as this report shows a given tree; create one with subject=.")
         subject, task, plan, seed = self._subject, self._task, self._plan, self._seed
 
         from workbench.assessment.assess import PARTS, assess

@@ -62,9 +62,7 @@ class Setup:
         )
         visions = {self.first.is_vision, self.second.is_vision} - {None}
         if len(visions) > 1:
-            raise OptionError(
-                "Both architectures train on one task, but only one reads images; choose two of one kind."
-            )
+            raise OptionError("Both architectures train on one task, but only one reads images; choose two alike.")
         self._task = None if task is None or isinstance(task, str) else tasks.as_task(task)
         name = task if isinstance(task, str) else "digits" if self.first.is_vision else next(iter(_TASKS))
         self._control = control

@@ -98,7 +98,5 @@ def _blocks_of(model: nn.Module, batch: Any) -> list[nn.Module]:
         and fraction_of_repeated(model, members) >= MIN_COVERAGE
     ]
     if not chains:
-        raise AnatomyError(
-            "No container of the model has blocks that run once each, in order, with outputs of one shape."
-        )
+        raise AnatomyError("No container has blocks that run once each, in order, with outputs of one shape.")
     return max(chains, key=lambda members: (fraction_of_repeated(model, members), len(members)))

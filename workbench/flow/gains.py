@@ -33,9 +33,7 @@ def end_of(output: Any, inputs: Any, targets: Any, loss: Loss | None, *, seed: i
     """
     result = _result_in(output)
     if result is None:
-        raise SnapshotError(
-            "The model returned no floating-point tensor that depends on its blocks; pass one that does."
-        )
+        raise SnapshotError("The model returned no floating-point tensor that depends on blocks; pass one that does.")
     what = "given targets"
     if targets is None and (tokens := _tokens_in(inputs)) is not None and _predicts(result, tokens):
         targets, what = _next_tokens(tokens, inputs), "next tokens"

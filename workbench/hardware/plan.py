@@ -195,9 +195,7 @@ def unknown_key(name: str, title: str) -> OptionError:
             problem = f"[{title}] has no key '{name}'" if title else f"The key '{name}' is outside of a section"
             return OptionError(f"{problem}; it belongs to [{other}].")
     known = keys_of(title)
-    return OptionError(
-        f"[{title}] has no key '{name}'; the nearest is '{nearest(name, known)}', of {', '.join(known)}."
-    )
+    return OptionError(f"[{title}] has no key '{name}'; the nearest is '{nearest(name, known)}' of {', '.join(known)}.")
 
 
 def task_options(name: str) -> tuple[str, ...]:

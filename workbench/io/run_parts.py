@@ -101,9 +101,7 @@ def check_layout(rows: xr.Dataset, layout: xr.Dataset, part: str, dim: str, wher
             new = new.transpose(dim, ...) if dim in new.dims else new
         sizes = [(d, old.sizes.get(d), n) for d, n in new.sizes.items() if d != dim and n]
         if old.dims != new.dims or any(had != has for _, had, has in sizes):
-            raise StoreError(
-                f"{begin} has '{name}' with {dict(old.sizes)}, the rows have it with {dict(new.sizes)}; {advice}."
-            )
+            raise StoreError(f"{begin} has '{name}' with {dict(old.sizes)}, the rows with {dict(new.sizes)}; {advice}.")
         if _kind(old) != _kind(new):
             raise StoreError(f"{begin} has '{name}' as {old.dtype}, the rows have it as {new.dtype}; {advice}.")
         if dim not in old.dims and not _are_same(old.values, new.values):

@@ -384,7 +384,5 @@ def _as_run(data: xr.DataTree | xr.Dataset, name: str, *, needs_spectra: bool) -
         raise error.within(f"{name} is not a run") from error
     if needs_spectra and "spectra" not in run.children:
         parts = ", ".join(run.children) or "nothing"
-        raise SchemaError(
-            f"{name} has no spectra, only {parts}; record spectra in training, or wb.profile() the model."
-        )
+        raise SchemaError(f"{name} has no spectra, only {parts}; record spectra in training, or wb.profile() a model.")
     return run

@@ -80,9 +80,7 @@ def eigenmodes(operator: WhitenedOperator) -> OperatorModes:
             A = A.cpu()
             eigenvalue, right = torch.linalg.eig(A)
     except torch.linalg.LinAlgError as error:
-        raise SnapshotError(
-            "The eigenvalues of the whitened operator did not converge; pass more snapshots."
-        ) from error
+        raise SnapshotError("The eigenvalues of the whitened operator did not converge; pass more states.") from error
     give_back(A.nbytes)
     pairs = _ConjugatePairs(eigenvalue)
     packed = pairs.pack(right)

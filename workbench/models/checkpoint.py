@@ -120,7 +120,7 @@ def open_checkpoint(
         raise CheckpointError(f"There is no file or folder {text}; check the path.")
     if path.is_file() and path.suffix not in (*STATE_SUFFIXES, ".gguf"):
         raise CheckpointError(
-            f"{path} has an unknown format; pass a folder, or a .safetensors, .bin, .pt or .gguf file."
+            f"{path} has an unknown format; pass a folder or a .safetensors, .bin, .pt or .gguf file."
         )
     how = StreamingChoice.of(streaming, device)
     options = _Options(trust_remote_code, torch_dtype, strict, how, name)

@@ -136,9 +136,7 @@ def _check_is_lora(folder: Path, options: Mapping[str, Any]) -> None:
     if more := sorted(key for key, value in options.items() if value and key not in _KNOWN):
         raise CheckpointError(f"{folder} is an adapter with {', '.join(more)}, which is more than LoRA; {merge}")
     if not isinstance(alpha := options.get("lora_alpha"), (int, float)):
-        raise CheckpointError(
-            f"{folder / ADAPTER_CONFIG} has lora_alpha = {alpha!r}, expected a number; download it again."
-        )
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} has lora_alpha = {alpha!r}, not a number; download it again.")
 
 
 def lazy_state(path: Path) -> dict[str, LazyTensor]:

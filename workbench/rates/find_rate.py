@@ -250,7 +250,7 @@ class FoundRates:
             )
         if self.width_ratio != 1:
             sentences.append(
-                f" The rates apply to a model {self.width_ratio:g} times as wide as the pilot's, by Adam's rule."
+                f" The rates are for a model {self.width_ratio:g} times as wide as the pilot's, by Adam's rule."
             )
         return "".join(sentences)
 

@@ -468,6 +468,4 @@ def _require_curves(sweep: xr.Dataset) -> None:
     """Raise SchemaError if a sweep has no losses along its runs."""
     missing = [name for name in ("held_out_loss", "training_loss", "trivial_loss") if name not in sweep.variables]
     if missing or np.isnan(sweep["trivial_loss"].values).all():
-        raise SchemaError(
-            "The sweep has no losses along its runs; record it with wb.sweeps.RunSettings(..., n_evaluations=)."
-        )
+        raise SchemaError("The sweep has no losses along its runs; use wb.sweeps.RunSettings(..., n_evaluations=).")

@@ -413,9 +413,7 @@ def fit(
     if not is_used.any():
         counts = {group: len(set(family[groups == group])) for group in np.unique(groups).tolist()}
         found = listed([f"{n} for {group}" for group, n in counts.items()])
-        raise SchemaError(
-            f"The designs must belong to at least {_MIN_FAMILIES} families for an optimizer, got {found}."
-        )
+        raise SchemaError(f"Designs must belong to at least {_MIN_FAMILIES} families for an optimizer, got {found}.")
     cases, edges = cases.isel(run=is_used), {name: edges[name][is_used] for name in EDGES}
     n_designs, codes = cases.sizes["run"], np.unique(family[is_used], return_inverse=True)[1]
     table = _table(cases, features, needed=np.ones(n_designs, bool))

@@ -291,9 +291,7 @@ def class_of(config: Any) -> Any:
         heads = [auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, *heads]
     found = next((cls for mapping in heads if (cls := _class_of(mapping, kind)) is not None), own or without_head)
     if found is None:
-        raise OptionError(
-            f"transformers has no model for {kind.__name__}; pass a function(width, depth, seed) that builds it."
-        )
+        raise OptionError(f"transformers has no model for {kind.__name__}; pass a function(width, depth, seed).")
     return found
 
 

@@ -356,9 +356,7 @@ def check_variables(data: xr.Dataset, rules: Mapping[str, Variable], extra_dims:
             after = f" (after any of {extra_dims})" if extra_dims else ""
             raise SchemaError(f"Variable '{name}' has dims {variable.dims}, expected {rule.dims}{after}; transpose it.")
         if variable.dtype.kind not in rule.kind:
-            raise SchemaError(
-                f"Variable '{name}' has dtype {variable.dtype}, expected kind '{rule.kind}'; use astype()."
-            )
+            raise SchemaError(f"Variable '{name}' has dtype {variable.dtype}, expected '{rule.kind}'; use astype().")
 
 
 def check_version(data: xr.Dataset | xr.DataTree) -> None:

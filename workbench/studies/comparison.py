@@ -189,9 +189,7 @@ def _published_rows(names: list[str], published: Mapping[str, str] | bool) -> di
     given = published if isinstance(published, Mapping) else {}
     for run, row in given.items():
         if run not in names:
-            raise SchemaError(
-                f"published= names the run '{run}', but the runs are {', '.join(names)}; use one of these."
-            )
+            raise SchemaError(f"published= names the run '{run}', but the runs are {', '.join(names)}; use one.")
         if row not in known:
             raise SchemaError(f"There are no published figures for '{row}'; choose from {', '.join(known)}.")
     found = {_plain(name): name for name in known} | _ALIASES

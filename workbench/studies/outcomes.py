@@ -303,9 +303,7 @@ def _table(outcomes: xr.Dataset) -> pd.DataFrame:
     key = ["control", *_CELL]
     if (twice := runs[runs.duplicated(key)]).shape[0]:
         name, rate, seed = twice[key].iloc[0]
-        raise SchemaError(
-            f"The table contains the run '{name}' at rate {rate:g} with seed {seed} twice; pass each once."
-        )
+        raise SchemaError(f"The table has the run '{name}' at rate {rate:g} with seed {seed} twice; pass each once.")
     return runs
 
 

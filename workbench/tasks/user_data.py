@@ -139,9 +139,7 @@ class DataTask:
             if is_empty:
                 if epoch == 0:
                     raise _empty_source()
-                raise WorkbenchError(
-                    f"The source has no batches in epoch {epoch + 1}; pass one that can be read again."
-                )
+                raise WorkbenchError(f"The source has no batches in epoch {epoch + 1}; pass one that restarts.")
 
     def _private_source(self) -> Iterable[Any]:
         """Return the source, or a copy of it if it is a loader whose iterators would share persistent workers."""

@@ -159,9 +159,7 @@ class Training:
             raise OptionError("float16 needs a CUDA device for its loss scaling; choose 'bfloat16' or 'float32'.")
         self.optimizer = plan.optimizer_for(self._bare)
         if plan.precision == "float16" and _is_two_pass(self.optimizer):
-            raise OptionError(
-                "float16 scales one gradient per step, but SAM needs two; choose 'bfloat16' or 'float32'."
-            )
+            raise OptionError("float16 scales one gradient per step, SAM needs two; choose 'bfloat16' or 'float32'.")
         self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.random = RandomStream(plan.seed + self.ranks.rank, device=self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=plan.precision == "float16")

@@ -58,9 +58,7 @@ class VisionTransformer(ZooModel):
         config = self.config
         expected = (config.n_channels, config.image_size, config.image_size)
         if tuple(images.shape[1:]) != expected:
-            raise OptionError(
-                f"Images have shape {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))})."
-            )
+            raise OptionError(f"Images are {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))}).")
         size = config.patch_size
         grid = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))  # batch, channel, row, height, column, width
         return grid.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
