@@ -86,8 +86,7 @@ def comparison_of(scene: Scene) -> xr.Dataset:
     spectra = {name: data for name, data in spectra.items() if data.sizes["layer"]}
     if not spectra:
         raise OptionError(
-            f"None of the models shown has spectra of these layers at step {scene.step}; choose other layers or a "
-            "later step."
+            f"No model shown has spectra of these layers at step {scene.step}; choose others or a later step."
         )
     runs = {name: scene.runs[name].tree for name in spectra}  # checked by the constructor
     return compare_checked(runs, spectra, published=scene.published_of(spectra))

@@ -106,10 +106,7 @@ class Setup:
         if self._task is None:
             return _TASKS[self.task.value](self.seed.value)
         if isinstance(self._task, OneShotTask):
-            raise OptionError(
-                "The data can be read only once and cannot be sent to the training process; pass a DataLoader, a "
-                "dataset or a list of batches."
-            )
+            raise OptionError("The data can be read only once; pass a DataLoader, a dataset or a list of batches.")
         return self._task
 
     def build_models(self, task: Task, names: list[str]) -> dict[str, nn.Module]:

@@ -102,8 +102,7 @@ class Choice:
             return tasks.as_task(rows, batch_size=self.batch_size, seed=self.seed)
         if self.task == _BYTES and vocab_size < 256:
             raise OptionError(
-                f"{subject.name} has a vocabulary of {vocab_size} tokens, but bytes need 256; choose random tokens or "
-                "pass task=."
+                f"{subject.name} has {vocab_size} tokens, bytes need 256; choose random ones or pass task=."
             )
         return self._named_task(vocab_size, length)
 
@@ -116,8 +115,7 @@ class ModelChoice:
             model, zoo.ArchitectureConfig | nn.Module | Subject | str | os.PathLike
         ):
             raise OptionError(
-                f"The model is a {type(model).__name__}, expected a wb.zoo.ArchitectureConfig, a path, a checkpoint "
-                "or a module."
+                f"The model is a {type(model).__name__}, expected a configuration, a path, a checkpoint or a module."
             )
         known = (*_TASKS, _DIGITS, _ENGLISH)
         if isinstance(task, str):

@@ -173,8 +173,7 @@ class _PassHooks:
             return None
         if getattr(output, "loss", None) is None:
             raise OptionError(
-                f"The output of {type(module).__name__} has no loss, to which penalties are added; pass labels with "
-                "each batch."
+                f"The output of {type(module).__name__} has no loss to add penalties to; pass labels with each batch."
             )
         output.loss = self._attachment.with_auxiliary(output.loss, self._fraction)
         return output

@@ -136,8 +136,7 @@ class Guard(Callback):
         self._forget()
         if run.owns_loop and self.recorder.path is not None:
             raise OptionError(
-                "In wb.train() a recorder writes to the store of the run; create the recorder without a path, and pass "
-                "store= to wb.train()."
+                "In wb.train() the run has one store; create the recorder without a path and pass store=."
             )
         kinds = set() if self._actions is None else self._actions.kinds
         if kinds:  # a training that alarms change must not depend on the speed of the machine
@@ -165,10 +164,7 @@ class Guard(Callback):
             if run.step and self.recorder.path is not None and self._actions is not None:
                 self._replay_record(self.recorder.path)
         elif run.step and not self._state:
-            raise OptionError(
-                "The run to resume has no recorder, but this call has one; resume without a recorder, or start a new "
-                "run."
-            )
+            raise OptionError("The run to resume has no recorder, but this call has one; leave it out or start anew.")
 
     def begin_step(self, step: int) -> None:
         """Set the step of the recorder, which cannot count: in float16 the loop counts updates that are skipped."""

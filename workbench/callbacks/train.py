@@ -225,10 +225,7 @@ def train(
     )
     recorders = [found for each in gathered if (found := getattr(each, "recorder", None)) is not None]
     if spectra_every and any(each.every["spectra"] is not None for each in recorders):
-        raise OptionError(
-            "spectra_every and the recorder would both write the spectra of the run; set spectra_every=None, or "
-            "Recorder(every={'spectra': None})."
-        )
+        raise OptionError("The recorder has spectra too; set spectra_every=None, or Recorder(every={'spectra': None}).")
     require_in_memory(module_of(model), "Training")
     training = Training(
         module_of(model), as_task(task), plan, recording, loss, gathered, resume=resume, overwrite=overwrite

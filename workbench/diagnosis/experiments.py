@@ -292,8 +292,7 @@ def change_model(model: nn.Module, task: ShiftedTask, change: Mapping[str, Any])
         anatomy = read_anatomy(model, on_device_of(model, task.probe(2)))
         if change["layer"] >= len(anatomy.sites):
             raise OptionError(
-                f"The experiment changes block {change['layer']}, but the model has {len(anatomy.sites)} blocks; pass "
-                "the model of the run."
+                f"The experiment changes block {change['layer']} of {len(anatomy.sites)}; pass the model of the run."
             )
         chosen = anatomy.sites if change["layer"] < 0 else [anatomy.sites[change["layer"]]]
         modules = {id(site.module): site.module for site in chosen}

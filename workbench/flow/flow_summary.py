@@ -98,10 +98,7 @@ def check_flow(flow: xr.Dataset) -> None:
     for name, rule in FLOW.items():
         dims = tuple(dim for dim in flow[name].dims if dim != "step")
         if dims != rule.dims:
-            raise SchemaError(
-                f"Variable '{name}' of the flow has dims {flow[name].dims}, expected {rule.dims} (after step, if any); "
-                "select or transpose it."
-            )
+            raise SchemaError(f"'{name}' of the flow has dims {flow[name].dims}, expected {rule.dims}; transpose it.")
 
 
 def _of_gains(flow: xr.Dataset) -> dict[str, float]:

@@ -265,10 +265,7 @@ class Emulation:
         self.batches = list(batches)
         n_rows = sum(count_examples(inputs) for inputs, _ in self.batches)
         if n_rows < 2:
-            raise OptionError(
-                f"The batches contain {counted(n_rows, 'example')}, but at least two are needed to measure the "
-                "sampling noise; pass more."
-            )
+            raise OptionError(f"The batches contain {counted(n_rows, 'example')}; pass two or more, for their noise.")
         n_target = min(max(plan.n_shares, 4), MAX_SHARES)
         smallest = min(count_examples(inputs) for inputs, _ in self.batches)
         self.rows = max(1, min(plan.rows_per_share, n_rows // n_target, smallest))

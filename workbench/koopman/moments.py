@@ -138,8 +138,7 @@ class SnapshotMoments:
         """
         if other.n_features != self.n_features:
             raise SnapshotError(
-                f"Moments of width {other.n_features} cannot be merged into moments of width {self.n_features}; "
-                "merge moments of the same layer."
+                f"Moments of width {other.n_features} do not fit those of width {self.n_features}; merge one layer."
             )
         self.resolution = max(self.resolution, other.resolution)
         device = self.mean_x.device

@@ -69,10 +69,7 @@ class Batches:
             return cls(items, True)
         if isinstance(inputs, Iterable) and not isinstance(inputs, bytes | str):
             return cls((as_batch(item) for item in inputs), False)
-        raise SnapshotError(
-            f"The inputs are a {type(inputs).__name__}, expected a tensor, a mapping, text, a task, or an iterable of "
-            "batches."
-        )
+        raise SnapshotError(f"The inputs are a {type(inputs).__name__}, expected tensors, text, a task or batches.")
 
     def probe_and_all(self) -> tuple[Any, Batches]:
         """Return a few examples to try the model with, and batches that still contain all examples."""
@@ -159,10 +156,7 @@ def _as_tensor(value: Any, name: Any) -> Any:
 
 def _from_array(array: np.ndarray) -> Tensor:
     if array.dtype.kind not in "biufc":
-        raise SnapshotError(
-            f"The input is an array of {array.dtype}, expected numbers; pass token ids as integers, or text as a list "
-            "of strings."
-        )
+        raise SnapshotError(f"The input is an array of {array.dtype}, not of numbers; pass token ids or texts.")
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)
     if not array.dtype.isnative:

@@ -224,10 +224,7 @@ def _tokens_alone(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
     mask = inputs.get("attention_mask")
     # In a causal model, padding after a token does not change its state; padding before it does.
     if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
-        raise SnapshotError(
-            f"{type(model).__name__} accepts no attention mask, but this batch is padded before tokens; pad it at the "
-            "end."
-        )
+        raise SnapshotError(f"{type(model).__name__} accepts no attention mask; pad this batch at the end.")
     return inputs["input_ids"]
 
 

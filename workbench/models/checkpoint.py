@@ -134,10 +134,7 @@ def open_checkpoint(
             return _open_state(path, module, options)
         if is_folder and is_adapter(path):
             if streaming is True:
-                raise CheckpointError(
-                    f"{path} is an adapter, which is merged in memory; open it with "
-                    "wb.open_checkpoint(..., streaming=False)."
-                )
+                raise CheckpointError(f"{path} is an adapter, which is merged in memory; open it with streaming=False.")
             of_base: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch_dtype, "strict": strict}
             of_base |= {"streaming": False, "device": device}
             opened = open_checkpoint(base_model(path), **of_base) if module is None else open_checkpoint(module)
@@ -200,10 +197,7 @@ def save_checkpoint(
             + ("another folder, as it is not of the zoo." if overwrite else "overwrite=True to replace it.")
         )
     if any(parametrize.is_parametrized(module) for module in model.modules()):
-        raise CheckpointError(
-            "The weights of the model are parametrized, which its configuration cannot describe; save "
-            "wb.baselines.plain_copy(model)."
-        )
+        raise CheckpointError("The weights of the model are parametrized; save wb.baselines.plain_copy(model).")
     options = model.config.as_dict()
     config = {ZOO_KEY: options.pop("family"), **options}
     if isinstance(tokenizer, ByteTokenizer):
@@ -239,10 +233,7 @@ def _as_dtype(dtype: Any) -> torch.dtype | str:
 def _opened_already(subject: Subject, module: nn.Module | None, dtype: torch.dtype | str, name: str | None) -> Subject:
     """Return the subject, renamed if a name is passed."""
     if module is not None and module is not subject.model:
-        raise CheckpointError(
-            f"Both a {type(subject.model).__name__} and module= are passed; pass one of them, or a file of weights for "
-            "the module."
-        )
+        raise CheckpointError(f"Both a {type(subject.model).__name__} and module= are passed; pass one of them.")
     if dtype != "auto" and any(p.is_floating_point() and p.dtype != dtype for p in subject.model.parameters()):
         raise CheckpointError(
             f"dtype= applies to weights that are read from a file; convert the {type(subject.model).__name__} with "
@@ -298,8 +289,7 @@ def _open_folder(folder: Path, options: _Options, source: str | None = None) -> 
     config = read_config(config_file)
     if not isinstance(model_type := config.get("model_type", ""), str):
         raise CheckpointError(
-            f"{config_file} has model_type = {_shortened(repr(model_type))}, expected a name; "
-            "download the checkpoint again."
+            f"{config_file} has model_type = {_shortened(repr(model_type))}, no name; download it again."
         )
     for file in sorted(folder.glob("*.safetensors")):
         check_safetensors(file)

@@ -224,10 +224,7 @@ def _weights(folder: Path, metadata: Any, tensors: Mapping[str, Any], *, is_mega
         names = {name: key for name, key in names.items() if name not in others}
     if not names:
         held = ", ".join(sorted({path[0] for path in paths.values()})[:3]) or "no tensors"
-        raise CheckpointError(
-            f"{folder} holds {held}, but no weights under a key such as model or state_dict; "
-            "save module.state_dict() into it."
-        )
+        raise CheckpointError(f"{folder} holds {held}, but no weights; save module.state_dict() into it.")
     return names
 
 
@@ -313,8 +310,7 @@ def _read_chunk(path: Path, start: int, length: int, key: str, sizes: tuple[int,
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path.name} holds more than a tensor at {key}, possibly code, and was not loaded; "
-            "download the checkpoint again."
+            f"{path.name} holds more than a tensor at {key}, possibly code; download it again."
         ) from error
     except Exception as error:  # damaged bytes can cause any exception in the reader
         raise _damaged(path, at=key) from error

@@ -73,8 +73,7 @@ def merged(
             a, b = tensors[name], tensors.get(module + second)
             if target not in base or b is None or flips is None or (a.ndim, b.ndim) != (2, 2):
                 raise CheckpointError(
-                    f"{file.name} has {name}, which fits no matrix of the base model; pass the model that the adapter "
-                    "was trained on."
+                    f"{file.name} has {name}, which fits no matrix of the base model; pass the model it was trained on."
                 )
             scale = options["lora_alpha"] / (math.sqrt(len(a)) if options.get("use_rslora") else len(a))
             state[target] = _sum(file, base[target], target, a, b, scale, flips=flips)

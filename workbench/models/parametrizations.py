@@ -235,10 +235,7 @@ def _linear_maps(model: nn.Module, inputs: Any) -> Iterator[nn.Module]:
                 seen.add(id(module))
                 yield module
     if not seen:
-        raise OptionError(
-            f"The blocks of {type(model).__name__} contain no linear map that is an nn.Linear or a Conv1D; choose "
-            "another control."
-        )
+        raise OptionError(f"The blocks of {type(model).__name__} have no nn.Linear or Conv1D; choose another control.")
 
 
 def _blocks(model: nn.Module, inputs: Any) -> list[nn.Module]:

@@ -245,8 +245,7 @@ def _model_classes(config: Any, *, trust_remote_code: bool) -> list[Any]:
         unrelated.append(name)
     if unrelated and not has_own_code:
         raise CheckpointError(
-            f"config.json names {unrelated[0]}, which is not a model of its model_type '{config.model_type}'; "
-            "correct one of the two."
+            f"config.json names {unrelated[0]}, no model of its model_type '{config.model_type}'; correct one of them."
         )
     if has_own_code:
         has_head = "AutoModelForCausalLM" in config.auto_map
@@ -329,15 +328,11 @@ def errors_in_one_sentence(
         raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{source} was not loaded, because its pickle contains more than tensors, possibly code; "
-            "use a safetensors version."
+            f"{source} was not loaded: its pickle holds more than tensors; use a safetensors version."
         ) from error
     except Exception as error:  # an invalid config.json can cause any error in third-party code
         if "trust_remote_code" in str(error):
-            raise CheckpointError(
-                f"{source} needs its own Python code; read that code, then pass "
-                "wb.open_checkpoint(..., trust_remote_code=True)."
-            ) from error
+            raise CheckpointError(f"{source} needs its own code; read it, then pass trust_remote_code=True.") from error
         raise CheckpointError(f"transformers cannot open {source}: {_reason(error)}; {remedy}.") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # raised by tokenizers, which is written in Rust; no Exception

@@ -217,10 +217,7 @@ def choose_by_name(candidates: Sequence[Candidate], stack: str, lack: Lack) -> C
             "pass to wb.profile(..., stack=) the path of one stage of constant width."
         )
     if reason := lack(found[0]):
-        raise AnatomyError(
-            f"The modules of '{stack}' are not residual blocks: {reason}; choose a container of complete blocks, or "
-            "another model."
-        )
+        raise AnatomyError(f"The modules of '{stack}' are no residual blocks: {reason}; choose one of whole ones.")
     return found[0]
 
 

@@ -121,14 +121,10 @@ def weight_places(folder: Path) -> tuple[Path, ...]:
         return (folder,)
     if states := _model_states(folder):
         if any(file.name.startswith("zero_pp_rank") for file in states):  # with several ranks of model parallelism
-            raise CheckpointError(
-                f"{folder} contains weights partitioned by ZeRO-3; run the zero_to_fp32.py next to it and pass the "
-                "file that it writes."
-            )
+            raise CheckpointError(f"{folder} is partitioned by ZeRO-3; run its zero_to_fp32.py and pass the result.")
         if len(states) > 1:
             raise CheckpointError(
-                f"{folder} contains weights partitioned among {len(states)} ranks of model parallelism; "
-                "export them as one model and pass that."
+                f"{folder} is partitioned among {len(states)} ranks of model parallelism; export it as one."
             )
         return states
     for name in (*WEIGHT_FILES, *_DIFFUSERS_FILES):

@@ -89,10 +89,7 @@ def named_spectra(
     if isinstance(spectra, list | tuple):
         spectra = by_subject(spectra)
     if not isinstance(spectra, Mapping) or not spectra:
-        raise SchemaError(
-            f"The spectra are {_described(spectra)}, expected a dataset from wb.profile() "
-            "or a non-empty dict of name: dataset."
-        )
+        raise SchemaError(f"The spectra are {_described(spectra)}, expected those of wb.profile() or a dict of them.")
     models = {}
     for name, data in spectra.items():
         if not isinstance(data, xr.Dataset | xr.DataTree):

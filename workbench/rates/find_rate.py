@@ -402,10 +402,7 @@ def find_rate(
         raise OptionError("find_rate() needs either a model and a task, or loop=.")
     plan = TrainingPlan(n_steps=n_steps, **settings)
     if isinstance(plan.optimizer, torch.optim.Optimizer):
-        raise OptionError(
-            "An existing optimizer cannot be used on copies of the model; name its class, or pass a function that "
-            "creates it."
-        )
+        raise OptionError("An existing optimizer does not fit copies of the model; name its class, or pass a function.")
     if start is not None and not LOWEST < start < HIGHEST:
         raise OptionError.of("start", start, f"a learning rate between {LOWEST:g} and {HIGHEST:g}")
     if loop is not None:

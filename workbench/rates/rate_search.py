@@ -75,10 +75,7 @@ class ModelRuns:
     def __post_init__(self) -> None:
         task = as_task(self.task)
         if task.describe().get("is_one_shot"):
-            raise OptionError(
-                "The data can be read only once, but every pilot run reads them; pass a DataLoader or a list of "
-                "batches."
-            )
+            raise OptionError("The data can be read only once, but each pilot run reads them; pass a list of batches.")
         if callable(read_held_out := getattr(task, "held_out", None)):
             held_out, self._data = [read_held_out(_N_HELD_OUT)], task
         else:

@@ -103,10 +103,7 @@ def _values(cases: xr.Dataset, names: Sequence[str]) -> tuple[np.ndarray, np.nda
     require_listed("features", names, FEATURES)
     needs = {need for name in names for need in FEATURES[name].needs}
     if missing := sorted(need for need in needs if need not in cases.variables):
-        raise SchemaError(
-            f"The cases lack {', '.join(missing)}; measure them with wb.sweeps.measure_case, or fit a model without "
-            "these features."
-        )
+        raise SchemaError(f"The cases lack {', '.join(missing)}; measure them with wb.sweeps.measure_case().")
     layered = _over_layers(cases, {name.split()[0] for name in names if FEATURES[name].measures is None})
     values = np.empty((cases.sizes["run"], len(names)))
     for i, name in enumerate(names):

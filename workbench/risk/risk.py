@@ -237,8 +237,7 @@ def _after_pilot(risk: Risk, pilot: FoundRates) -> Risk:
         raise OptionError(f"The pilot has no estimates: {pilot.reason}")
     if pilot.n_steps != risk.n_steps:
         raise OptionError(
-            f"The pilot is for {pilot.n_steps:,} updates, but the case plans {risk.n_steps:,}; run a pilot for "
-            "the same number."
+            f"The pilot is for {pilot.n_steps:,} updates, the case plans {risk.n_steps:,}; run a pilot for as many."
         )
     small = 1 - pilot.slow_edge.probability_below(risk.learning_rate)
     large = pilot.useful_edge.probability_below(risk.learning_rate)

@@ -43,10 +43,7 @@ def auroc(
     members = [np.flatnonzero(strata == i) for i in range(strata.max(initial=-1) + 1)]
     members = [index for index in members if 0 < labels[index].sum() < len(index)]
     if not members:
-        raise SchemaError(
-            "All runs have the same outcome, so the AUROC is not defined; pass runs that diverged and runs that "
-            "converged."
-        )
+        raise SchemaError("All runs have the same outcome; pass runs that diverged and runs that converged.")
 
     def value(weight: np.ndarray) -> np.ndarray:
         parts = [_concordance(scores[index], labels[index], weight[:, index]) for index in members]

@@ -451,7 +451,6 @@ class FunctionSource(DesignSource):
         model = self.function(width, depth, seed, **options)
         if not isinstance(model, nn.Module):
             raise OptionError(
-                f"The function must return a torch module of width {width} and depth {depth}, got "
-                f"{type(model).__name__}."
+                f"The function must return a module of width {width} and depth {depth}, got {type(model).__name__}."
             )
         return model

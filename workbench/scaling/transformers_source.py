@@ -119,8 +119,7 @@ class TransformersSource(DesignSource):
             )
         if missing:
             raise OptionError(
-                f"{name} has no {missing}, but a design is one stack of equal blocks; pass a function(width, depth, "
-                "seed) that builds it."
+                f"{name} has no {missing}, so it is no stack of equal blocks; pass a function(width, depth, seed)."
             )
         if isinstance(getattr(self.config, "depths", None), list | tuple):
             raise self._not_equal()

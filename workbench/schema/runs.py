@@ -293,10 +293,7 @@ def validate_spectra(spectra: xr.Dataset) -> xr.Dataset:
     check_version(spectra)
     missing = [name for name in SPECTRA if name not in spectra]
     if missing:
-        raise SchemaError(
-            f"The dataset is not a spectra dataset: it lacks {', '.join(missing)}; compute one with wb.profile() or "
-            "wb.koopman.whitened_dmd()."
-        )
+        raise SchemaError(f"The spectra lack {', '.join(missing)}; compute them with wb.profile().")
     optional = {name: rule for name, rule in SPECTRA_COUNTS.items() if name in spectra}
     check_variables(spectra, SPECTRA | optional, CONCAT_DIMS)
     for name, kind in SPECTRA_ATTRS.items():
@@ -363,7 +360,4 @@ def check_version(data: xr.Dataset | xr.DataTree) -> None:
     """Raise if data were written by a newer version of the workbench."""
     version = data.attrs.get("schema_version")
     if version is not None and int(version) > SCHEMA_VERSION:
-        raise SchemaError(
-            f"The data follow schema version {int(version)}, but this workbench reads up to {SCHEMA_VERSION}; "
-            "update the workbench."
-        )
+        raise SchemaError(f"The data follow schema {int(version)}, this workbench {SCHEMA_VERSION}; update it.")

@@ -50,10 +50,7 @@ def validate_weights(weights: xr.Dataset) -> xr.Dataset:
     check_version(weights)
     missing = [name for name in (*WEIGHTS, *WEIGHT_COORDS) if name not in weights.variables]
     if missing:
-        raise SchemaError(
-            f"The dataset does not hold weight spectra: it lacks {', '.join(missing)}; compute them with "
-            "wb.weights.weight_spectra()."
-        )
+        raise SchemaError(f"The weight spectra lack {', '.join(missing)}; compute them by wb.weights.weight_spectra().")
     optional = {name: rule for name, rule in WEIGHT_CHANGES.items() if name in weights}
     check_variables(weights, WEIGHTS | WEIGHT_COORDS | optional, CONCAT_DIMS)
     return weights

@@ -278,10 +278,7 @@ def _interval(reached: np.ndarray, family: np.ndarray, seed: int) -> tuple[float
 def _need(runs: xr.Dataset, *names: str) -> None:
     missing = [name for name in names if name not in runs.variables]
     if missing:
-        raise SchemaError(
-            f"The table of runs lacks {', '.join(missing)}; pass wb.samples.open('early_warning') or a table with the "
-            "same columns."
-        )
+        raise SchemaError(f"The table lacks {', '.join(missing)}; pass one like wb.samples.open('early_warning').")
 
 
 def __dir__() -> Sequence[str]:

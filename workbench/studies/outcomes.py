@@ -292,10 +292,7 @@ def _table(outcomes: xr.Dataset) -> pd.DataFrame:
     missing = [name for name in _NEEDED if name not in outcomes.variables]
     if missing or "run" not in outcomes.dims:
         lacks = ", ".join(missing) or "the dimension run"
-        raise SchemaError(
-            f"The dataset is not a table of outcomes, because it lacks {lacks}; pass one like that of "
-            "wb.samples.open('shaping')."
-        )
+        raise SchemaError(f"The table of outcomes lacks {lacks}; pass one like wb.samples.open('shaping').")
     if not outcomes.sizes["run"]:
         raise SchemaError("The table of outcomes has no run; select at least one.")
     runs = outcomes[list(_NEEDED)].reset_coords().to_dataframe().reset_index(drop=True)

@@ -384,8 +384,7 @@ class CallbackGroup:
         for callback in self.callbacks:
             if not callback.is_running or callback.run is not run:
                 raise OptionError(
-                    f"Callback '{callback.name}' was passed to another run before this one began; create one callback "
-                    "for each run."
+                    f"Callback '{callback.name}' was passed to another run before this one began; create one for each."
                 )
         run.has_begun = True
         for callback in self.callbacks:

@@ -125,10 +125,7 @@ def check_places(recording: Recording, *, overwrite: bool) -> None:
         check_free(Path(recording.store), overwrite=overwrite)
     folder = recording.written_checkpoints
     if folder is not None and not overwrite and latest_checkpoint(folder) is not None:
-        raise StoreError(
-            f"{folder} holds checkpoints of an earlier run; pass resume=True to continue it, "
-            "overwrite=True to replace it, or another checkpoints=."
-        )
+        raise StoreError(f"{folder} holds an earlier run; pass resume=True, overwrite=True, or another checkpoints=.")
 
 
 def check_checkpoint_folder(recording: Recording) -> None:

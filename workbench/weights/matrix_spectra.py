@@ -100,10 +100,7 @@ def weight_spectra(
     before, described_before = (None, "") if reference is None else _state_of(reference)
     planned, left_out = _planned(state, layers, min_size)
     if not planned:
-        raise CheckpointError(
-            f"{described} has no weight matrix with a shorter side of at least {min_size}; pass a smaller min_size, or "
-            "check the source."
-        )
+        raise CheckpointError(f"{described} has no matrix with a shorter side of {min_size}; pass a smaller min_size.")
     if before is not None:
         others = [stack for stack in _planned(before, None, min_size)[0] if layers is None or stack.layer in layers]
         _require_same(planned, others, described_before)
@@ -169,8 +166,7 @@ def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
     described = source.source if isinstance(source, Subject) else f"module {type(model).__qualname__}"
     if is_parametrized(model):
         raise OptionError(
-            f"The weights of {type(model).__name__} are parametrized (computed from other parameters); pass "
-            "wb.baselines.plain_copy(model)."
+            f"The weights of {type(model).__name__} are parametrized; use wb.baselines.plain_copy(model)."
         )
     state = {}
     for name, parameter in model.named_parameters():

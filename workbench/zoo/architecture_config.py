@@ -323,31 +323,21 @@ class ArchitectureConfig:
             raise OptionError("position is 'rotary', but the family 'vit' supports only 'learned' and 'none'.")
         if self.position == "rotary" and self.head_dim % 2:
             raise OptionError(
-                f"Rotary positions rotate pairs of features, but d_model / n_heads is {self.head_dim}; choose an even "
-                "width of the heads."
+                f"Rotary positions need an even width of the heads, not d_model / n_heads = {self.head_dim}."
             )
 
     def _check_identity_initialization(self) -> None:
         if self.norm != "none":
-            raise OptionError(
-                f"initialization='{self.initialization}' replaces the normalization, but norm is '{self.norm}'; pass "
-                "norm='none'."
-            )
+            raise OptionError(f"initialization='{self.initialization}' needs norm='none', but norm is '{self.norm}'.")
         if self.initialization == "rezero":
             return
         if self.family in ("moe", "kan") or self.mlp == "swiglu":
             kind = f"the family '{self.family}'" if self.family in ("moe", "kan") else "mlp 'swiglu'"
             raise OptionError(f"Fixup is not defined for {kind}; choose initialization='rezero'.")
         if self.ties_embeddings:
-            raise OptionError(
-                "Fixup initializes the output head with zeros, so it cannot be tied to the embedding; pass "
-                "ties_embeddings=False."
-            )
+            raise OptionError("Fixup begins with a head of zeros, which is not tied; pass ties_embeddings=False.")
         if self.scales_residual_init:
-            raise OptionError(
-                "Fixup initializes the last matrices of branches with zeros, so they cannot be scaled; pass "
-                "scales_residual_init=False."
-            )
+            raise OptionError("Fixup begins with branches of zeros without a scale; pass scales_residual_init=False.")
 
 
 def defaults(family: Family) -> dict[str, Any]:

@@ -24,14 +24,10 @@ def module_of(model: HoldsModel | nn.Module) -> nn.Module:
     module: Any = held_module(model)
     if isinstance(module, torch.jit.ScriptModule):
         raise AnatomyError(
-            f"{getattr(module, 'original_name', type(module).__name__)} is compiled by TorchScript, which runs no "
-            "hooks; pass the original module."
+            f"{getattr(module, 'original_name', type(module).__name__)} is TorchScript; pass the original module."
         )
     if isinstance(module, GraphModule) and not _calls_modules(module):
-        raise AnatomyError(
-            f"{type(module).__name__} is an exported graph of operations, which calls no modules; pass the original "
-            "module."
-        )
+        raise AnatomyError(f"{type(module).__name__} is an exported graph, which calls no modules; pass the original.")
     return module
 
 

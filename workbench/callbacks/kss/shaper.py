@@ -559,8 +559,7 @@ def _check_attachable(model: nn.Module, optimizer: torch.optim.Optimizer, coupli
     name = type(model).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise OptionError(
-            "KSS cannot act inside LBFGS, which evaluates the loss several times per step; use another optimizer, such "
-            "as AdamW."
+            "KSS cannot act inside LBFGS, which takes several losses a step; use another optimizer, such as AdamW."
         )
     if is_split(model) and not any(hasattr(p, "full_tensor") for p in model.parameters()):
         raise OptionError(
