@@ -439,8 +439,6 @@ def step_times(
     seed: int,
 ) -> dict[str, float]:
     """Measure the median seconds of an update of each model, in turns, so that other load slows all equally."""
-    from workbench.tasks import as_task
-
     runs = {}
     for name, model in models.items():
         batches = planned_task(model, plan, seed=seed, loss=loss) if task is None else task

@@ -21,32 +21,20 @@ from workbench.training.training_plan import DEFAULT_RATE
 
 #: Failure mode -> monitors to record during training, by part and name of the recorder, and why.
 _WATCH = {
-    "gradient_flow_collapse": (
-        "optimizer: module_grad_norm, update_ratio",
-        "this shows which block's gradients leave the healthy range first",
-    ),
-    "attention_degeneracy": (
-        "attention: attention_logit_max, attention_entropy_share, effective_rank of D2",
-        "a head collapses long before the loss changes",
-    ),
-    "routing_oscillation": (
-        "router: routing_entropy_share, max_violation, routing_change",
-        "dead experts and changes of the routing appear before the loss changes",
-    ),
-    "scale_dependent_divergence": (
-        "spectra, curvature: sharpness_rate",
-        "the edge of stability depends on the size of the model",
-    ),
-    "initialization_out_of_band": (
-        "activations: state_norm, log_z",
-        "the residual stream should return to a healthy scale",
-    ),
-    "precision_headroom": (
-        "optimizer: gradient_rms_over_eps, update_ratio",
-        "updates shrink where a number format rounds them away",
-    ),
+    "gradient_flow_collapse": ("optimizer: module_grad_norm, update_ratio",
+        "this shows which block's gradients leave the healthy range first"),
+    "attention_degeneracy": ("attention: attention_logit_max, attention_entropy_share, effective_rank of D2",
+        "a head collapses long before the loss changes"),
+    "routing_oscillation": ("router: routing_entropy_share, max_violation, routing_change",
+        "dead experts and changes of the routing appear before the loss changes"),
+    "scale_dependent_divergence": ("spectra, curvature: sharpness_rate",
+        "the edge of stability depends on the size of the model"),
+    "initialization_out_of_band": ("activations: state_norm, log_z",
+        "the residual stream should return to a healthy scale"),
+    "precision_headroom": ("optimizer: gradient_rms_over_eps, update_ratio",
+        "updates shrink where a number format rounds them away"),
     "unsuitable_rate": ("monitors: grad_norm, loss; optimizer: adam_staleness", "Adam staleness rises before the loss"),
-}
+}  # fmt: skip
 #: Advice for a design that is too large for the pilot of an assessment, as a clause about its learning rate.
 AT_FULL_WIDTH = "wb.find_rate at full width estimates it more precisely"
 #: Excess of the loss over that of the pilot's best rate, after the same number of updates, at which a run is stopped,

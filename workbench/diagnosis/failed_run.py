@@ -180,8 +180,6 @@ def _configuration(attrs: Mapping[Any, Any]) -> dict[str, Any]:
 
 def contracts_of(run: xr.DataTree) -> CheckReport | None:
     """Return the contracts that the watch of a run has tested; None if it has tested none."""
-    from workbench.contracts.results import CheckReport
-
     stored = run.attrs.get("contracts")
     return None if stored is None else CheckReport.of_json(json.loads(stored))
 

@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from workbench.errors import CheckpointError, WorkbenchError
-from workbench.models.lazy_state import LazyTensor, base_model, kind_of_matrix, lazy_state, merged
+from workbench.models.lazy_state import GgufFile, LazyTensor, base_model, kind_of_matrix, lazy_state, merged
+from workbench.models.pretrained import errors_in_one_sentence, open_pretrained
 from workbench.models.state_files import (
     CHECKPOINT,
     STATE_SUFFIXES,
@@ -42,6 +43,7 @@ from workbench.models.weight_folders import (
     own_checkpoint,
 )
 from workbench.option_checks import checked
+from workbench.zoo import ZooModel
 from workbench.zoo.module_of import module_of
 
 #: Key in the config of a zoo checkpoint that names its tokenizer, if known: "bytes".
@@ -185,8 +187,6 @@ def save_checkpoint(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from workbench.zoo import ZooModel
-
     tokenizer = model.own_tokenizer if isinstance(model, Subject) else None
     folder, model = Path(folder), module_of(model)
     if not isinstance(model, ZooModel):
@@ -298,8 +298,6 @@ def _open_folder(folder: Path, options: _Options, source: str | None = None) -> 
         tokenizer = _tokenizer_of(config_file, config)
         model, unloaded, streamed = _open_zoo(folder, config, options)
     else:
-        from workbench.models.pretrained import errors_in_one_sentence, open_pretrained
-
         with errors_in_one_sentence(str(folder)):
             weights = folder_weights(folder)
         why_not = "it is quantized" if config.get("quantization_config") else ""
@@ -322,8 +320,6 @@ def _open_folder(folder: Path, options: _Options, source: str | None = None) -> 
 
 
 def _open_gguf(path: Path, options: _Options) -> Subject:
-    from workbench.models.lazy_state import GgufFile
-
     file, how = GgufFile.read(path), options.how
     is_streamed = how.is_streamed(file.n_bytes(options.dtype), why_not=file.why_not_streamed, is_strict=options.strict)
     model, unloaded = file.model(dtype=options.dtype, strict=options.strict, without_memory=is_streamed)
@@ -423,8 +419,6 @@ def _open_adapter(path: Path, base: Subject, dtype: torch.dtype | str, name: str
 def _open_hub(hub_name: str, options: _Options) -> Subject:
     from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
-
-    from workbench.models.pretrained import errors_in_one_sentence, open_pretrained
 
     try:
         cached = try_to_load_from_cache(hub_name, "config.json")

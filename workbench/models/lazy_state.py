@@ -148,8 +148,6 @@ def lazy_state(path: Path) -> dict[str, LazyTensor]:
     """
     with CHECKPOINT.reading(path):
         if path.suffix == ".gguf" and not path.is_dir():
-            from workbench.models.lazy_state import GgufFile
-
             return GgufFile.read(path).state()
         if not path.is_dir():
             return place_state(path)

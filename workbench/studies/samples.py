@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.errors import CheckpointError, StoreError
 from workbench.io.files import cache_folder
+from workbench.io.store import open_run
 from workbench.models.checkpoint import open_checkpoint
 from workbench.option_checks import publish
 
@@ -160,8 +161,6 @@ def recorded_runs(kind: str = "healthy") -> dict[str, xr.DataTree]:
         `workbench.compare`: Compares the runs.
         `workbench.signals.read`: Reads a signal of a run.
     """
-    from workbench.io.store import open_run
-
     runs = [open_run(file) for file in sorted((_DATA / "runs").glob(f"*-{kind}.nc"))]
     if not runs:
         raise StoreError.of("kind", kind, ("healthy", "diverged"))
@@ -212,8 +211,6 @@ def open(name: str, *parts: str) -> Any:
     """
     import numpy as np
     import xarray as xr
-
-    from workbench.io.store import open_run
 
     if name not in STUDIES:
         raise StoreError.of("name", name, tuple(STUDIES))

@@ -31,14 +31,20 @@ from workbench.io.provenance import versions
 from workbench.io.run_copy import store_path
 from workbench.io.run_writer import RunWriter
 from workbench.io.store import open_run
-from workbench.models.checkpoint import latest_checkpoint, list_checkpoints
+from workbench.koopman.spectra import RankWarning
+from workbench.models.anatomy import read_anatomy
+from workbench.models.batches import Batches
+from workbench.models.checkpoint import latest_checkpoint, list_checkpoints, save_checkpoint
 from workbench.models.parametrizations import is_parametrized, plain_copy
+from workbench.models.profile import profile
+from workbench.models.residual_check import require_residuals
 from workbench.models.subject import Subject
 from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt
 from workbench.tasks import Task
 from workbench.training.callback import Callback
 from workbench.training.training_plan import TrainingPlan
+from workbench.zoo.constructors import is_zoo_model
 
 
 @checked
@@ -89,10 +95,6 @@ class SpectraTaker:
 
     def __init__(self, model: nn.Module, inputs: Any, options: Mapping[str, Any]) -> None:
         # Most runs of a pilot or a sweep take no spectra, and need none of this.
-        from workbench.models.anatomy import read_anatomy
-        from workbench.models.batches import Batches
-        from workbench.models.residual_check import require_residuals
-
         self.subject = Subject(model, type(model).__name__, f"module {type(model).__qualname__}")
         self.inputs = inputs
         self.options = dict(options)
@@ -105,9 +107,6 @@ class SpectraTaker:
 
     def take(self, step: int) -> xr.Dataset:
         """Compute the spectra after ``step`` updates, dims ``step``, ``layer`` and ``mode``, padded to all modes."""
-        from workbench.koopman.spectra import RankWarning
-        from workbench.models.profile import profile
-
         options = {"progress": False, **self.options, "anatomy": self._anatomy}
         with warnings.catch_warnings():
             if self._has_warned:  # one warning suffices, as the data have the rank of each layer
@@ -344,9 +343,6 @@ def _write_error(place: Path, error: BaseException) -> StoreError:
 
 def _save_weights(model: nn.Module, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
     from safetensors.torch import save_file
-
-    from workbench.models.checkpoint import save_checkpoint
-    from workbench.zoo.constructors import is_zoo_model
 
     if is_parametrized(model):
         save_file(_untied(model), folder / PARAMETRIZED)

@@ -551,26 +551,21 @@ def _broken_arithmetic(observation: Observation) -> Finding | None:
 #: What is wrong with the gradients, and how to correct it.
 _SENTENCES = {
     GradientVerdict.LOW_PRECISION: "Gradients reach the optimizer with about {bits} {where}: reduce them in float32.",
-    GradientVerdict.RANK_MISSING: (
-        "The gradients of rank {rank} are missing {where}: check its reduction and its network."
-    ),
+    GradientVerdict.RANK_MISSING:
+        "The gradients of rank {rank} are missing {where}: check its reduction and its network.",
     GradientVerdict.RANKS_UNEQUAL: "The gradients of the ranks are weighted unequally {where}: check the reduction.",
-    GradientVerdict.PARAMETERS_MISSING: (
-        "The optimizer receives zeros instead of the computed gradients {where}: buckets of the reduction are lost."
-    ),
-    GradientVerdict.PASS_MISSING: (
+    GradientVerdict.PARAMETERS_MISSING:
+        "The optimizer receives zeros instead of the computed gradients {where}: buckets of the reduction are lost.",
+    GradientVerdict.PASS_MISSING:
         "The gradients of {which_pass} of this step are missing {where}: check how gradients are accumulated and "
-        "reduced."
-    ),
-    GradientVerdict.NOT_CLEARED: (
+        "reduced.",
+    GradientVerdict.NOT_CLEARED:
         "The gradients of earlier updates are never cleared {where}, so that every update repeats them: call "
-        "optimizer.zero_grad() once an update."
-    ),
-    GradientVerdict.DISCARDED: (
+        "optimizer.zero_grad() once an update.",
+    GradientVerdict.DISCARDED:
         "Only the last of several backward passes counts {where}: .grad is cleared before it, although the parameters "
-        "have not changed. Call zero_grad() once an update, not once a micro-batch."
-    ),
-}
+        "have not changed. Call zero_grad() once an update, not once a micro-batch.",
+}  # fmt: skip
 _OTHER_SENTENCE = (
     "The gradients that the optimizer receives are {age} {where}: check what happens between backward pass and update."
 )
