@@ -25,26 +25,12 @@ __all__ = ["SHARES", "architectures", "depth_thirds", "largest_stable_rates"]
 
 _SOURCE = "RKSP, arXiv:2602.22988"
 
-#: Model -> measure -> values in the early, middle and late third of the layers; None if not published.
-_DEPTH: dict[str, dict[str, tuple[float | None, ...]]] = {
-    "GPT-2 124M": {
-        "near_unit_mass": (0.68, 0.62, 0.58),
-        "spectral_radius": (1.15, 1.23, 1.31),
-        "eigenvector_condition": (8.3, 10.1, 11.2),
-        "nonlinearity_ratio": (0.52, 0.61, 0.71),
-    },
-    "GPT-2 355M": {
-        "near_unit_mass": (0.72, 0.65, 0.60),
-        "spectral_radius": (1.12, 1.19, 1.27),
-        "eigenvector_condition": (7.5, 9.2, 10.8),
-        "nonlinearity_ratio": (0.48, 0.58, 0.68),
-    },
-    "LLaMA-2 7B": {
-        "near_unit_mass": (0.74, 0.68, 0.61),
-        "spectral_radius": (None, None, None),
-        "eigenvector_condition": (8.2, 9.5, 10.8),
-        "nonlinearity_ratio": (0.45, 0.58, 0.72),
-    },
+_OF_DEPTH = ("near_unit_mass", "spectral_radius", "eigenvector_condition", "nonlinearity_ratio")
+#: Model -> values of these measures in the early, middle and late third of the layers; None if not published.
+_DEPTH: dict[str, tuple[tuple[float | None, ...], ...]] = {
+    "GPT-2 124M": ((0.68, 0.62, 0.58), (1.15, 1.23, 1.31), (8.3, 10.1, 11.2), (0.52, 0.61, 0.71)),
+    "GPT-2 355M": ((0.72, 0.65, 0.60), (1.12, 1.19, 1.27), (7.5, 9.2, 10.8), (0.48, 0.58, 0.68)),
+    "LLaMA-2 7B": ((0.74, 0.68, 0.61), (None, None, None), (8.2, 9.5, 10.8), (0.45, 0.58, 0.72)),
 }
 
 #: Variables of `architectures` in addition to the measures of the schema: name -> long name and meaning; unit 1.
@@ -61,6 +47,10 @@ def _norm(rate: float, near: float, expansive: float, radius: float) -> dict[str
     }  # fmt: skip
 
 
+def _of(nonlinearity: float, near: float, radius: float) -> dict[str, float]:
+    return {"nonlinearity_ratio": nonlinearity, "near_unit_mass": near, "spectral_radius": radius}
+
+
 #: Architecture -> figures of Table 1 and of the architecture tables of RKSP, at initialization. "M < 1" is interpreted
 #: as the contractive mass, because "M > 1" is the expansive mass. The architecture tables have M = 0.79 for No-Norm,
 #: and Table 1 has 0.80.
@@ -71,21 +61,11 @@ _ARCHITECTURES = {
     "DeepNorm": _norm(0.0, 0.00, 1.00, 3.94),
     "SubLN": _norm(0.0, 0.13, 0.54, 2.23),
     "No-Norm": _norm(96.4, 0.79, 0.19, 1.11) | {"nonlinearity_ratio": 0.48},
-    "MoE top-1": {
-        "nonlinearity_ratio": 0.68,
-        "near_unit_mass": 0.72,
-        "spectral_radius": 2.85,
-        "divergence_rate": 6 / 24,
-    },
-    "MoE top-2": {"nonlinearity_ratio": 0.55, "near_unit_mass": 0.58, "spectral_radius": 2.12},
-    "MoE top-4": {
-        "nonlinearity_ratio": 0.48,
-        "near_unit_mass": 0.45,
-        "spectral_radius": 1.78,
-        "divergence_rate": 1 / 24,
-    },
-    "Mamba": {"nonlinearity_ratio": 0.42, "near_unit_mass": 0.12, "spectral_radius": 0.95, "contractive_mass": 0.85},
-    "KAN": {"nonlinearity_ratio": 0.78, "near_unit_mass": 0.52, "spectral_radius": 2.15},
+    "MoE top-1": _of(0.68, 0.72, 2.85) | {"divergence_rate": 6 / 24},
+    "MoE top-2": _of(0.55, 0.58, 2.12),
+    "MoE top-4": _of(0.48, 0.45, 1.78) | {"divergence_rate": 1 / 24},
+    "Mamba": _of(0.42, 0.12, 0.95) | {"contractive_mass": 0.85},
+    "KAN": _of(0.78, 0.52, 2.15),
     "KAN B=4": {"reliable_fraction": 0.68},
     "KAN B=8": {"reliable_fraction": 0.52},
     "ViT Pre-LN": {"near_unit_mass": 0.42},
@@ -147,10 +127,8 @@ def depth_thirds() -> xr.Dataset:
     import numpy as np
     import xarray as xr
 
-    names = list(next(iter(_DEPTH.values())))
-    variables = {
-        name: (("model", "third"), np.array([_DEPTH[model][name] for model in _DEPTH], dtype=float)) for name in names
-    }
+    values = np.array([*_DEPTH.values()], dtype=float)  # (model, measure, third)
+    variables = {name: (("model", "third"), values[:, i]) for i, name in enumerate(_OF_DEPTH)}
     return xr.Dataset(variables, {"model": list(_DEPTH), "third": list(THIRDS)}, {"source": _SOURCE})
 
 
