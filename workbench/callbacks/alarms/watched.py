@@ -102,29 +102,14 @@ _NORMS = {
 #: Shifts of the loss that a person sees in its curve, whatever the calibration says. The thresholds are in deviations
 #: of the mean of a window; data/README.md has their rate of false alarms.
 RISE = Watched(
-    "monitors",
-    "loss",
-    "rise",
-    scale="linear",
-    is_outcome=True,
-    is_noise=True,
-    threshold=5.5,
+    "monitors", "loss", "rise", scale="linear", is_outcome=True, is_noise=True, threshold=5.5,
     points_to="something has changed for the worse, such as labels, tokens, masks or the rate",
-)
+)  # fmt: skip
 FALL = Watched(
-    "monitors",
-    "loss",
-    "fall",
-    is_bad_low=True,
-    scale="linear",
-    is_outcome=True,
-    is_noise=True,
-    threshold=12.0,
-    points_to=(
-        "look whether labels leak into the inputs, a mask is lost or batches repeat; a task that is learned abruptly "
-        "falls like this as well"
-    ),
-)
+    "monitors", "loss", "fall", is_bad_low=True, scale="linear", is_outcome=True, is_noise=True, threshold=12.0,
+    points_to="look whether labels leak into the inputs, a mask is lost or batches repeat; a task that is learned "
+    "abruptly falls like this as well",
+)  # fmt: skip
 _MONITORED: tuple[Watched, ...] = (
     RISE,
     FALL,
