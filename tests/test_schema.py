@@ -6,8 +6,14 @@ from tests.about import says
 from tests.koopman.snapshots import snapshots
 from workbench.errors import SchemaError
 from workbench.koopman import whitened_dmd
-from workbench.schema.runs import SCHEMA_VERSION, validate_events, validate_monitors, validate_part, validate_spectra
-from workbench.schema.weights import validate_weights
+from workbench.schema.runs import (
+    SCHEMA_VERSION,
+    validate_events,
+    validate_monitors,
+    validate_part,
+    validate_spectra,
+    validate_weights,
+)
 
 
 @pytest.fixture

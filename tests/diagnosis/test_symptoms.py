@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from tests.diagnosis.records import descent, monitors, optimizer, record, tree
 from workbench.diagnosis import CAUSES, Rules, find_failure, read_record, read_symptoms
 from workbench.diagnosis.diagnose import block_at_fault, diagnose
-from workbench.diagnosis.symptoms.run_symptoms import odd_one
-from workbench.diagnosis.symptoms.symptom import ramp
+from workbench.diagnosis.symptoms.run_symptoms import odd_one, ramp
 from workbench.schema.symptoms import SYMPTOM_TITLES, symptom_title
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import workbench as wb
 from tests.about import about, says
 from workbench.errors import CheckpointError, OptionError, SchemaError
-from workbench.schema.weights import WEIGHTS, validate_weights
+from workbench.schema.runs import WEIGHTS, validate_weights
 from workbench.weights import matrix_spectra, weight_spectra
 
 

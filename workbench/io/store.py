@@ -33,9 +33,9 @@ from workbench.schema.runs import (
     validate_monitors,
     validate_part,
     validate_spectra,
+    validate_weights,
 )
 from workbench.schema.statuses import RunState
-from workbench.schema.weights import validate_weights
 
 if TYPE_CHECKING:
     import xarray as xr

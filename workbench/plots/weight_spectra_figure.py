@@ -12,7 +12,7 @@ from workbench.plots import style
 from workbench.plots.figure_files import redrawable
 from workbench.plots.figure_inputs import require_choices
 from workbench.plots.primitives import Primitives, decades
-from workbench.schema.weights import WEIGHT_CHANGES, WEIGHTS, validate_weights
+from workbench.schema.runs import WEIGHT_CHANGES, WEIGHTS, validate_weights
 
 if TYPE_CHECKING:
     import xarray as xr

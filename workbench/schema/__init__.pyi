@@ -8,5 +8,5 @@ from .runs import PARTS as PARTS
 from .runs import ROUTER as ROUTER
 from .runs import SCHEMA_VERSION as SCHEMA_VERSION
 from .runs import SPECTRA as SPECTRA
+from .runs import WEIGHTS as WEIGHTS
 from .runs import Variable as Variable
-from .weights import WEIGHTS as WEIGHTS

@@ -27,8 +27,7 @@ from workbench.models.subject import Subject
 from workbench.monitors.matrices import effective_rank, frobenius_norm, singular_values, stable_rank, without_rounding
 from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt
-from workbench.schema.runs import SCHEMA_VERSION
-from workbench.schema.weights import WEIGHT_CHANGES, WEIGHT_COORDS, WEIGHTS, validate_weights
+from workbench.schema.runs import SCHEMA_VERSION, WEIGHT_CHANGES, WEIGHT_COORDS, WEIGHTS, validate_weights
 from workbench.zoo.module_of import module_of
 
 #: Number of rows that are converted to float64 at a time.

@@ -1,4 +1,4 @@
-"""Symptoms of a failed run: each a number, its strength as evidence, and a sentence; one module for each group."""
+"""Symptoms of a failed run: each a number, its strength as evidence, and a sentence."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from workbench.diagnosis.failed_run import Failure, Record
-from workbench.diagnosis.symptoms.run_symptoms import model_symptoms, training_symptoms
-from workbench.diagnosis.symptoms.symptom import Symptom, in_steps
+from workbench.diagnosis.symptoms.run_symptoms import Symptom, in_steps, model_symptoms, training_symptoms
 from workbench.schema.statuses import SymptomKind
 
 __all__ = ["Symptom", "read_symptoms"]
