@@ -267,7 +267,7 @@ def test_a_design_is_dominated_where_another_is_nowhere_worse():
 def test_a_comparison_needs_two_designs_with_usable_names(model):
     with pytest.raises(OptionError, check=about("designs")):
         wb.compare_designs({"one": model})
-    with pytest.raises(OptionError, check=says("cannot be used for a design; choose a name without")):
+    with pytest.raises(OptionError, check=says("is not allowed for a design; choose one without")):
         wb.compare_designs({"a/b": model, "c": model})
 
 

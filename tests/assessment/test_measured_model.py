@@ -168,10 +168,10 @@ def test_a_configuration_of_stages_is_built_at_full_size_if_it_is_small(monkeypa
     name = next(name for name in weights[0] if name.endswith("convolution.weight"))
     assert torch.equal(weights[0][name], weights[1][name])
     assert not torch.equal(weights[0][name], weights[2][name])
-    with pytest.raises(OptionError, check=says("ResNetConfig has no hidden_size, but a design is one stack")):
+    with pytest.raises(OptionError, check=says("ResNetConfig has no hidden_size, so it is no stack")):
         measured_model(config, width=64)
     monkeypatch.setattr("workbench.assessment.measured_model.MAX_PARAMETERS_OF_STAGES", 10)
-    with pytest.raises(OptionError, check=says("ResNetConfig has no hidden_size, but a design is one stack")):
+    with pytest.raises(OptionError, check=says("ResNetConfig has no hidden_size, so it is no stack")):
         measured_model(config)
 
 

@@ -288,5 +288,5 @@ def test_unsuitable_models_are_rejected(make, error):
 def test_a_model_is_parametrized_once(make_model):
     model = make_model(d_model=32)
     MuP(16).apply(model)
-    with pytest.raises(OptionError, check=says("are parametrized already; remove that parametrization")):
+    with pytest.raises(OptionError, check=says("are parametrized already; remove that first")):
         MuP(16).apply(model)

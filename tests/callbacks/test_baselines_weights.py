@@ -95,7 +95,7 @@ def test_removing_a_parametrization_keeps_the_function_of_the_model(make_model, 
 def test_a_parametrized_model_is_saved_only_in_checkpoints_of_a_run(make_model, task, tmp_path):
     model = make_model("none")
     baselines.SpectralNorm().apply(model)
-    with pytest.raises(CheckpointError, check=says("The weights of the model are parametrized, which its")):
+    with pytest.raises(CheckpointError, check=says("The weights of the model are parametrized; save")):
         wb.save_checkpoint(model, tmp_path)
     list(wb.train(model, task, n_steps=2, checkpoints=tmp_path, checkpoint_every=2))
     opened, tokens = wb.open_checkpoint(tmp_path / "step-00000002"), task.batch(0)[0]
@@ -116,7 +116,7 @@ def test_spectra_are_those_of_the_effective_weights(make_model, task, parametriz
 @pytest.mark.parametrize("parametrization", BOTH, ids=name_of)
 def test_hugging_face_models_can_be_parametrized(task, parametrization):
     model = dropout_model()
-    with pytest.raises(OptionError, check=says("is not a model of the zoo; pass inputs= so that its blocks")):
+    with pytest.raises(OptionError, check=says("is not a model of the zoo; pass inputs= to find its")):
         parametrization.apply(model)
     parametrization.apply(model, task.batch(0)[0])
     assert len(list(wb.train(model, task, n_steps=3))) == 3
@@ -125,10 +125,10 @@ def test_hugging_face_models_can_be_parametrized(task, parametrization):
 def test_models_that_cannot_be_parametrized_are_rejected(make_model):
     model = make_model()
     baselines.WeightNorm().apply(model)
-    with pytest.raises(OptionError, check=says("are parametrized already; remove that parametrization")):
+    with pytest.raises(OptionError, check=says("are parametrized already; remove that first")):
         baselines.SpectralNorm().apply(model)
     zero = wb.zoo.transformer("none", d_model=16, n_heads=2, n_layers=2, initialization="fixup")
-    with pytest.raises(OptionError, check=says("is zero and cannot be scaled to norm")):
+    with pytest.raises(OptionError, check=says("is zero and has no norm to scale to")):
         baselines.SpectralNorm().apply(zero)
     assert not any(parametrize.is_parametrized(m) for m in zero.modules())
     with pytest.raises(OptionError, check=about("n_iterations", 0)):

@@ -215,7 +215,7 @@ def test_invalid_schedules_are_rejected():
 
 def test_only_the_switch_may_be_changed():
     fault = wb.faults.large_rate(factor=3)
-    with pytest.raises(OptionError, check=says("factor of large_rate cannot be changed, unlike enabled;")):
+    with pytest.raises(OptionError, check=says("factor of large_rate cannot be changed; create")):
         fault.factor = 5
     assert fault.factor == 3
 

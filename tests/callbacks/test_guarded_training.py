@@ -143,13 +143,13 @@ def test_missing_arguments_are_named(names, missing):
 
 def test_two_sources_of_spectra_are_rejected():
     model, task = model_and_task()
-    with pytest.raises(OptionError, check=says("spectra_every and the recorder would both write the spectra")):
+    with pytest.raises(OptionError, check=says("The recorder has spectra too; set spectra_every=None")):
         wb.train(model, task, n_steps=2, spectra_every=1, recorder=wb.Recorder(every={"spectra": 1}))
 
 
 def test_a_recorder_with_its_own_store_is_rejected(tmp_path):
     model, task = model_and_task()
-    with pytest.raises(OptionError, check=says("In wb.train() a recorder writes to the store of the run;")):
+    with pytest.raises(OptionError, check=says("In wb.train() the run has one store;")):
         wb.train(model, task, n_steps=2, recorder=wb.Recorder(tmp_path / "b.zarr"))
 
 

@@ -415,7 +415,7 @@ def test_kss_acts_on_the_inner_optimizer_of_a_wrapper(unstable, task):
 def test_unsuitable_optimizers_are_rejected(unstable, task):
     model, other = unstable(), unstable()
     before = hooks_of(model, sgd(model))
-    with pytest.raises(OptionError, check=says("KSS cannot act inside LBFGS, which evaluates the loss")):
+    with pytest.raises(OptionError, check=says("KSS cannot act inside LBFGS, which takes several losses")):
         wb.KSS().attach(model, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(OptionError, check=says("The optimizer updates no parameter of Transformer; attach")):
         wb.KSS().attach(model, sgd(other))

@@ -84,7 +84,7 @@ def test_outputs_that_bypass_later_blocks_are_rejected():
 
 def test_a_model_without_repeated_blocks_is_rejected():
     model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
-    with pytest.raises(AnatomyError, check=says("No container of the model has blocks that run once each, in")):
+    with pytest.raises(AnatomyError, check=says("No container has blocks that run once each, in")):
         chain_sizes(model, batch_of()[0], targets=batch_of()[1])
 
 

@@ -84,5 +84,5 @@ def test_other_datasets_are_rejected(flow):
         summarize(flow.drop_vars("state_rms"))
     with pytest.raises(OptionError, check=about("flow", {})):
         summarize({})
-    with pytest.raises(SchemaError, check=says(") (after step, if any); select or transpose it.")):
+    with pytest.raises(SchemaError, check=says("; transpose it.")):
         summarize(flow.assign(signal_gain=flow["state_rms"]))

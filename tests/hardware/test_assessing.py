@@ -110,7 +110,7 @@ def test_invalid_input_is_rejected() -> None:
         assess_hardware(Known(), batches(), hazards=["allreduce"], loss=summed)
     with pytest.raises(OptionError, check=says("of data_parallel, tensor_parallel, pipeline_parallel,")):
         assess_hardware(Known(), batches(), {"hardware": {"acumulation": 2}})
-    with pytest.raises(OptionError, check=says("example, but at least two are needed to measure the")):
+    with pytest.raises(OptionError, check=says("example; pass two or more, for their noise.")):
         assess_hardware(Known(), batches(1, 1), loss=summed)
     with pytest.raises(OptionError, check=about("n_batches", 0)):
         assess_hardware(Known(), batches(), n_batches=0)

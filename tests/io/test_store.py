@@ -110,7 +110,7 @@ def test_a_full_disk_leaves_the_old_store_and_no_other_files(tmp_path, run, spec
 
 def test_data_of_a_newer_schema_are_rejected_before_anything_is_written(tmp_path, spectra):
     spectra.attrs["schema_version"] = SCHEMA_VERSION + 1
-    with pytest.raises(SchemaError, check=says("but this workbench reads up to")):
+    with pytest.raises(SchemaError, check=says("this workbench")):
         wb.save(spectra, tmp_path / "a.zarr")
     assert not list(tmp_path.iterdir())
 
@@ -119,7 +119,7 @@ def test_data_of_a_newer_schema_are_rejected_before_anything_is_written(tmp_path
 def test_a_store_of_a_newer_schema_is_rejected(tmp_path, run, where):
     path = wb.save(run, tmp_path / "a.zarr")
     zarr.open_group(path)[where].attrs["schema_version"] = SCHEMA_VERSION + 1
-    with pytest.raises(SchemaError, check=says("but this workbench reads up to")):
+    with pytest.raises(SchemaError, check=says("this workbench")):
         wb.open_run(path)
 
 
@@ -138,7 +138,7 @@ def test_paths_without_a_run_are_rejected(tmp_path, run):
 
 def test_attributes_that_cannot_be_stored_are_rejected(tmp_path, spectra):
     spectra.attrs["config"] = {"nested": 1}
-    with pytest.raises(SchemaError, check=says("which netCDF cannot store; use numbers or text (JSON if")):
+    with pytest.raises(SchemaError, check=says("which netCDF cannot store; use numbers, text or JSON")):
         wb.save(spectra, tmp_path / "a.zarr")
     with pytest.raises(OptionError, check=about("run", (1, 2))):
         wb.save([1, 2], tmp_path / "a.zarr")

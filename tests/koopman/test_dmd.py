@@ -221,11 +221,11 @@ def test_bad_snapshots_are_rejected():
     X = np.random.default_rng(0).normal(size=(50, 4))
     with pytest.raises(SnapshotError, check=says("snapshots, but the layer has")):
         whitened_dmd(X[:2], X[:2])
-    with pytest.raises(SnapshotError, check=says("expected (snapshot, feature); flatten batch and token into")):
+    with pytest.raises(SnapshotError, check=says("expected (snapshot, feature); flatten batch and token.")):
         whitened_dmd(X[:, 0], X[:, 0])
-    with pytest.raises(SnapshotError, check=says("The states entering the layer are all the same, so there is")):
+    with pytest.raises(SnapshotError, check=says("The states entering the layer are all the same; pass")):
         whitened_dmd(np.full((50, 4), 3.7), X)
-    with pytest.raises(SnapshotError, check=says("The states entering the layer are all the same, so there is")):
+    with pytest.raises(SnapshotError, check=says("The states entering the layer are all the same; pass")):
         whitened_dmd(np.float32(1e6) + np.zeros((50, 4), np.float32) + np.float32(0.01) * X.astype(np.float32), X)
     with pytest.raises(SnapshotError, check=says("flatten batch and token.")):
         whitened_dmd(X, X[:, :3])
@@ -235,7 +235,7 @@ def test_bad_snapshots_are_rejected():
 
 def test_states_whose_squares_overflow_are_rejected():
     X = 1e200 * np.random.default_rng(0).normal(size=(50, 4))
-    with pytest.raises(SnapshotError, check=says("The states passing the layer are so large that their")):
+    with pytest.raises(SnapshotError, check=says("The states passing the layer have squares beyond float64")):
         whitened_dmd(X, 1.1 * X)
 
 

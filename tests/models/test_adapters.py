@@ -162,7 +162,7 @@ def test_adapters_that_do_not_fit_are_rejected(llama):
     for other in (factor.replace(".0.", ".7."), factor.replace("q_proj", "act")):
         moved = rejected(lambda s, other=other: {f"base_model.model.{other}": s.pop(name), **s})
         assert about(other, (4, 16))(moved)
-    assert says("which fits no matrix of the base model; pass the model that")(
+    assert says("which fits no matrix of the base model; pass the model it")(
         rejected(lambda s: s | {name: torch.ones(4, 16, 1)})
     )
     assert says("adapter_model.safetensors does not fit the base model")(
@@ -172,7 +172,7 @@ def test_adapters_that_do_not_fit_are_rejected(llama):
         rejected(lambda s: s | {name: torch.ones(5, 16)})
     )
     without_b = rejected(lambda s: {k: v for k, v in s.items() if k != name.replace("_A", "_B")})
-    assert says("which fits no matrix of the base model; pass the model that")(without_b)
+    assert says("which fits no matrix of the base model; pass the model it")(without_b)
     without_a = rejected(lambda s: {k: v for k, v in s.items() if k != name})
     assert says("which the base model does not have, or has in another")(without_a)
     assert says("adapter_model.safetensors holds no LoRA matrices ();")(rejected(lambda _: {}))

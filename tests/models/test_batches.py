@@ -40,9 +40,9 @@ def test_empty_inputs_are_rejected(empty):
 
 
 def test_unusable_inputs_are_rejected():
-    with pytest.raises(SnapshotError, check=says("The inputs are a int, expected a tensor, a mapping, text, a")):
+    with pytest.raises(SnapshotError, check=says("The inputs are a int, expected tensors, text, a task")):
         Batches.of(3)
-    with pytest.raises(SnapshotError, check=says("Text needs a tokenizer; open the model with")):
+    with pytest.raises(SnapshotError, check=says("Text needs a tokenizer; open the model by")):
         Batches.of(["a", "b"])
     with pytest.raises(SnapshotError, check=says("A batch holds no tensor; pass token ids, pixel values or")):
         Batches.of({"n": 3})

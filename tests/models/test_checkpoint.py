@@ -38,7 +38,7 @@ def test_zoo_checkpoints_are_reopened_bit_for_bit(tiny, tmp_path):
     with pytest.raises(CheckpointError, check=says("holds a checkpoint already; pass overwrite=True to replace")):
         wb.save_checkpoint(tiny, folder)
     wb.save_checkpoint(tiny, folder, overwrite=True)
-    with pytest.raises(CheckpointError, check=says("Linear is not a model of the zoo; save it with its own")):
+    with pytest.raises(CheckpointError, check=says("Linear is not a model of the zoo; use its own")):
         wb.save_checkpoint(nn.Linear(2, 2), tmp_path / "b")
 
 
@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(tiny, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(CheckpointError, check=says("No space left on device); check the path and the free disk")):
+    with pytest.raises(CheckpointError, check=says("No space left on device); check path and free disk")):
         wb.save_checkpoint(tiny, folder, overwrite=True)
     assert (folder / "model.safetensors").read_bytes() == before
     assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]

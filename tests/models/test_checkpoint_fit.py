@@ -373,7 +373,7 @@ def test_a_subject_is_already_open():
     assert wb.open_checkpoint(subject, module=module, strict=False) is subject
     assert wb.open_checkpoint(subject, name="other").name == "other"
     for source in (subject, module):
-        assert says("Both a Linear and module= are passed; pass one of them, or")(
+        assert says("Both a Linear and module= are passed; pass one of them.")(
             rejection(source, module=nn.Linear(2, 2))
         )
         assert says("dtype= applies to weights that are read from a file;")(rejection(source, dtype="float16"))

@@ -95,9 +95,9 @@ def test_the_error_of_the_model_is_the_cause(gpt2):
 
 def test_models_that_cannot_be_analyzed_are_rejected():
     zoo = wb.zoo.transformer(d_model=16, n_layers=2, n_heads=2)
-    with pytest.raises(AnatomyError, check=says("Transformer is compiled by TorchScript, which runs no")):
+    with pytest.raises(AnatomyError, check=says("Transformer is TorchScript")):
         wb.profile(torch.jit.trace(zoo, TOKENS), TOKENS, progress=False)
-    with pytest.raises(SnapshotError, check=says("are on the meta device, which holds no values; load the")):
+    with pytest.raises(SnapshotError, check=says("are on the meta device, without values; load the")):
         wb.profile(zoo.to("meta"), TOKENS, progress=False)
     for call in (wb.read_anatomy, wb.query_key_weights, wb.router_weights):
         with pytest.raises(AnatomyError, check=about("model", None)):

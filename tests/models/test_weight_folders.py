@@ -44,7 +44,7 @@ def test_deepspeed_folders_open(tmp_path):
 def test_weights_partitioned_among_ranks_of_model_parallelism_are_rejected(tmp_path):
     deepspeed(tmp_path / "three", small(), "zero_pp_rank_0_mp_rank_00_model_states.pt")
     (tmp_path / "three" / "global_step5" / "zero_pp_rank_0_mp_rank_01_model_states.pt").write_bytes(b"")
-    assert says("next to it and pass the file that it writes.")(rejection(tmp_path / "three", small(9)))
+    assert says("and pass the result.")(rejection(tmp_path / "three", small(9)))
 
 
 def diffusers_folder(folder, model, **config):
@@ -142,7 +142,7 @@ def test_several_files_under_other_names_are_rejected(tmp_path):
     assert says("contains several files that may be its weights")(rejection(tmp_path))
     for name in ("one", "two"):
         dcp.save({"model": model}, checkpoint_id=tmp_path / name, no_dist=True)
-    assert says("contains several distributed checkpoints (one, two); pass")(rejection(tmp_path))
+    assert says("has several distributed checkpoints (one, two); pass")(rejection(tmp_path))
 
 
 def test_a_folder_without_weights_has_none(tmp_path):

@@ -257,5 +257,5 @@ def test_without_visible_tokens():
 
 
 def test_heads_that_do_not_match():
-    with pytest.raises(OptionError, check=says("The number of query heads must be a multiple of that of key")):
+    with pytest.raises(OptionError, check=says("Query heads must be a multiple of the key heads")):
         measure_attention(draw(1, 4, 2, 3), draw(1, 3, 2, 3))

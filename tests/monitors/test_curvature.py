@@ -147,5 +147,5 @@ def test_invalid_arguments_are_rejected():
         sharpness(model, lambda m: loss_of(m).detach())
     with pytest.raises(OptionError, check=says("pass Adam or AdamW after a step with gradients of all")):
         preconditioned_sharpness(model, loss_of, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(OptionError, check=says("The model has no trainable parameters, along which")):
+    with pytest.raises(OptionError, check=says("The model has no trainable parameters, which sharpness")):
         sharpness(nn.Identity(), loss_of)

@@ -79,7 +79,7 @@ def test_styles_of_the_edge_figure_follow_places(sweep):
         part.glyph.line_color for part in figure.renderers if type(getattr(part, "glyph", None)).__name__ == "Line"
     ]
     assert lines == [MODEL_COLORS[i] for i in (0, 2)]
-    with pytest.raises(OptionError, check=says("places has no style number for")):
+    with pytest.raises(OptionError, check=says("places has no number for")):
         explosion_edge(some, places={"KSS, best": 2})
 
 

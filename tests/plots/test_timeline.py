@@ -456,5 +456,5 @@ def test_invalid_input_is_rejected(pair):
         timeline(pair, healthy=1)
     with pytest.raises(OptionError, check=about("backend", "plotly")):
         timeline(pair, backend="plotly")
-    with pytest.raises(OptionError, check=says("places has no style number for")):
+    with pytest.raises(OptionError, check=says("places has no number for")):
         timeline(pair, places={"control": 0})

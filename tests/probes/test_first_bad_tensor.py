@@ -448,7 +448,7 @@ def test_invalid_losses_and_models_are_rejected():
         first_bad_tensor(zoo().requires_grad_(False), loss_of)
     model = zoo()
     next(model.parameters()).ds_id = 0  # DeepSpeed marks sharded parameters in this way
-    with pytest.raises(OptionError, check=says("The model is sharded over ranks, each of which sees only a")):
+    with pytest.raises(OptionError, check=says("The model is sharded over ranks, which see only")):
         first_bad_tensor(model, loss_of)
 
 

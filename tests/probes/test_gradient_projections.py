@@ -542,5 +542,5 @@ def test_devices_without_float64_are_rejected():
     class OnMetal(nn.Parameter):
         device = torch.device("mps")
 
-    with pytest.raises(OptionError, check=says("in which gradients are projected; use another device.")):
+    with pytest.raises(OptionError, check=says("have no float64 to project gradients in; use another device.")):
         GradientProjections([OnMetal(torch.zeros(2))])

@@ -187,7 +187,7 @@ def test_a_cell_whose_runs_all_diverge_has_outcomes(tmp_path):
 
 def test_sweeps_without_losses_are_rejected():
     old = wb.samples.open("divergence_sweep", "held out")
-    with pytest.raises(SchemaError, check=says("The sweep has no losses along its runs; record it with")):
+    with pytest.raises(SchemaError, check=says("The sweep has no losses along its runs; use")):
         rate_outcomes(old)
 
 

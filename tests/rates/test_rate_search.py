@@ -217,7 +217,7 @@ def test_shuffled_data_hold_out_the_same_examples_in_each_epoch():
 
 
 def test_data_that_can_be_read_only_once_or_end_early_are_rejected():
-    with pytest.raises(OptionError, check=says("The data can be read only once, but every pilot run reads")):
+    with pytest.raises(OptionError, check=says("The data can be read only once, but each pilot run reads")):
         runs_of(wb.zoo.transformer(**SIZE), iter([task().batch(0)]))
     with pytest.raises(OptionError, check=says("The data have a single batch, but the pilot holds out at")):
         runs_of(wb.zoo.transformer(**SIZE), [task().batch(0)])

@@ -135,7 +135,7 @@ def test_a_pilot_is_used_outside_of_the_fit(model, case):
 
 
 def test_a_pilot_of_another_training_or_without_estimates_is_rejected(model, case):
-    with pytest.raises(OptionError, check=says("run a pilot for the same number.")):
+    with pytest.raises(OptionError, check=says("run a pilot for as many.")):
         wb.risk.predict(case, pilot=pilot(n_steps=1000), model=model)
     with pytest.raises(OptionError, check=says("The pilot has no estimates: No rate tried was too large.")):
         wb.risk.predict(case, pilot=pilot(reason="No rate tried was too large."), model=model)

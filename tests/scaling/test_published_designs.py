@@ -187,7 +187,7 @@ def test_configurations_of_parts_and_stages_are_rejected():
         design(transformers.CLIPConfig())
     with pytest.raises(OptionError, check=says("SwinConfig describes blocks of several widths, but a design")):
         design(transformers.SwinConfig())
-    with pytest.raises(OptionError, check=says("ResNetConfig has no hidden_size, but a design is one stack")):
+    with pytest.raises(OptionError, check=says("ResNetConfig has no hidden_size, so it is no stack")):
         design(transformers.ResNetConfig())
     assert design(transformers.CLIPConfig().text_config.__class__(vocab_size=32)).width == 512
 

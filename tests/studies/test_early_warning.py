@@ -92,6 +92,6 @@ def test_kinds_have_their_medians(runs):
 
 
 def test_another_table_is_rejected():
-    with pytest.raises(SchemaError, check=says("The table of runs lacks kind, n_steps, n_alarms,")):
+    with pytest.raises(SchemaError, check=says("The table lacks kind, n_steps, n_alarms,")):
         early_warning.false_alarms(xr.Dataset())
     assert wb.early_warning is early_warning

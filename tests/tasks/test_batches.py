@@ -119,7 +119,7 @@ def test_states_are_counted():
             says("expected the same shape, or one class for each example."),
         ),
         ({"input_ids": [[1, 2], [3]]}, says("input_ids is no tensor (expected")),
-        ({"input_ids": list(TOKENS)}, says("input_ids is a list of tensors, which may be transposed;")),
+        ({"input_ids": list(TOKENS)}, says("input_ids is a list of tensors; pass the dataset")),
     ],
 )
 def test_other_batches_are_rejected(batch, error):

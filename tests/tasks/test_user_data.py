@@ -421,7 +421,7 @@ def test_the_probe_of_a_generator_removes_no_batches():
         (hugging_face().select([]), says("The source is empty; pass at least one batch or row.")),
         (DataLoader(DATA, 50, drop_last=True), says("The source is empty; pass at least one batch or row.")),
         (iter([]), says("The source is empty; pass at least one batch or row.")),
-        (["some", "text"], says("the rows hold a str that cannot be converted to a tensor")),
+        (["some", "text"], says("the rows hold a str that is no tensor")),
         (
             hugging_face().remove_columns("input_ids"),
             says("Rows must have a column input_ids, pixel_values or images,"),
@@ -431,7 +431,7 @@ def test_the_probe_of_a_generator_removes_no_batches():
             says("expected equal lengths, so pad or truncate the rows (with a"),
         ),
         (hugging_face().to_iterable_dataset(), says("expected (batch, token); combine single rows to batches")),
-        (DataLoader(hugging_face(), 5), says("input_ids is a list of tensors, which may be transposed;")),
+        (DataLoader(hugging_face(), 5), says("input_ids is a list of tensors; pass the dataset")),
     ],
 )
 def test_unusable_sources_are_rejected(source, error):
@@ -448,7 +448,7 @@ def test_a_source_that_is_empty_in_the_second_epoch_is_rejected_then():
             yield from self.batches
 
     stream = wb.tasks.as_task(Exhausted()).stream()
-    with pytest.raises(WorkbenchError, check=says("pass one that can be read again.")):
+    with pytest.raises(WorkbenchError, check=says("pass one that restarts.")):
         list(islice(stream, 9))
 
 

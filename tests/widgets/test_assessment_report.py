@@ -477,7 +477,7 @@ def test_only_a_diagnosis_has_experiments_and_only_a_subject_is_measured(make, a
     report = make(assessment)
     with pytest.raises(OptionError, check=says("Only a diagnosis has experiments; pass a tree from")):
         report.run_experiment(0)
-    with pytest.raises(OptionError, check=says("There is nothing to measure, because this report shows a")):
+    with pytest.raises(OptionError, check=says("Nothing can be measured, as this report shows a")):
         report.measure()
     with pytest.raises(OptionError, check=about("view", "experiments", ("report", "criteria"))):
         report.view = "experiments"

@@ -458,13 +458,13 @@ def test_invalid_settings_are_rejected_immediately(make, task):
         ({"architecture": "gpt"}, about("architecture", "gpt")),
         ({"versus": "gpt"}, about("versus", "gpt")),
         ({"versus": SMALL, "compare": False}, says("versus= adds a second run, but compare=False requests one")),
-        ({"versus": vit}, says("Both architectures train on the same task, but only one of")),
+        ({"versus": vit}, says("Both architectures train on one task, but only one")),
     ):
         with pytest.raises(OptionError, check=error):
             LiveTraining(kss=wb.KSS(), **options)
     live = make(data=iter([task.batch(0)]))
     live._buttons.start.click()
-    assert live.error.startswith("The data can be read only once and cannot be sent to the training process")
+    assert live.error.startswith("The data can be read only once; pass")
     live = make()
     live.setup.first.d_model.value = 15
     live._buttons.start.click()

@@ -271,7 +271,7 @@ def test_what_cannot_be_measured_is_said_under_the_widget(make):
 @pytest.mark.parametrize(
     ("model", "task", "error"),
     [
-        (3, None, says("The model is a int, expected a wb.zoo.ArchitectureConfig, a")),
+        (3, None, says("The model is a int, expected a configuration, a")),
         (None, "chess", about("task", "chess")),
         (wb.zoo.ArchitectureConfig(family="vit"), "random tokens", about("task", "random tokens", ("digits",))),
     ],

@@ -179,5 +179,5 @@ def test_spectra_in_a_list_are_named_after_their_subjects(spectra):
 
 
 def test_invalid_data_are_rejected_immediately(spectra):
-    with pytest.raises(SchemaError, check=says("The dataset is not a spectra dataset: it lacks residual;")):
+    with pytest.raises(SchemaError, check=says("The spectra lack residual;")):
         SpectrumExplorer({"a": spectra["calm"].drop_vars("residual")})

@@ -415,7 +415,7 @@ def test_a_view_that_cannot_be_made_says_why(folder, make):
     wb.save_checkpoint(wb.zoo.vit(image_size=8, n_channels=1, patch_size=2, **SIZE), "vision")
     bench = make(ticked=["vision", "tiny"], shown=["live"])
     assert bench.views == {}
-    assert "only one of them reads images" in remark_of(bench, "live")
+    assert "only one reads images" in remark_of(bench, "live")
     assert bench.error == ""
 
 

@@ -24,8 +24,6 @@ from workbench.errors import StoreError
 from workbench.io.atomic import check_free, replacing
 from workbench.io.run_copy import CopiedPath, RunCopy
 from workbench.io.run_lock import RunLock, owner
-from workbench.io.store import open_run, with_text
-from workbench.io.watched_store import WatchedStore
 from workbench.schema.runs import ALL_CHUNKS, IDENTITY, SCHEMA_VERSION
 
 if TYPE_CHECKING:
@@ -60,6 +58,9 @@ class RunWriter:
     @classmethod
     def reopen(cls, path: str | os.PathLike[str], *, before_step: int) -> RunWriter:
         """Continue a store; rows from step ``before_step`` on are dropped, because they will be recomputed."""
+        from workbench.io.store import open_run
+        from workbench.io.watched_store import WatchedStore
+
         open_run(path)
         writer = cls.__new__(cls)
         writer.path, writer._arrays, writer._lock = Path(path), {}, RunLock(Path(path))
@@ -85,6 +86,8 @@ class RunWriter:
 
     def append(self, part: str, rows: xr.Dataset) -> None:
         """Add rows to a part of the run along its steps; the first create it, always with the same variables."""
+        from workbench.io.store import with_text
+
         (dim,) = map(str, rows["step"].dims)
         rows = with_text(rows, of_variable_length=True)
         with _naming_the_error(self.path):

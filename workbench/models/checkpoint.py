@@ -136,7 +136,9 @@ def open_checkpoint(
             return _open_state(path, module, options)
         if is_folder and is_adapter(path):
             if streaming is True:
-                raise CheckpointError(f"{path} is an adapter, which is merged in memory; open it with streaming=False.")
+                raise CheckpointError(
+                    f"{path} is an adapter, merged in memory; use wb.open_checkpoint(..., streaming=False)."
+                )
             of_base: dict[str, Any] = {"trust_remote_code": trust_remote_code, "dtype": torch_dtype, "strict": strict}
             of_base |= {"streaming": False, "device": device}
             opened = open_checkpoint(base_model(path), **of_base) if module is None else open_checkpoint(module)

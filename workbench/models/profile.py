@@ -6,11 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 import torch
-import xarray as xr
 from torch import nn
 
 from workbench.errors import OptionError, SnapshotError, WorkbenchError
@@ -33,6 +32,9 @@ from workbench.models.streamed_capture import capture_streamed
 from workbench.models.subject import Subject
 from workbench.option_kinds import NonNegativeInt, PositiveInt
 from workbench.schema.runs import SPECTRA_COUNTS
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 #: Number of tokens assumed for an image.
 _TOKENS_OF_AN_IMAGE = 256

@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xarray as xr
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -27,8 +26,12 @@ from workbench.models.calling import config_options, known_options, named_argume
 from workbench.models.losses import require_graph
 from workbench.models.probing import undisturbed, watch
 from workbench.models.readable_weights import Measurement, complete, on_device
-from workbench.models.subject import Subject
 from workbench.schema.runs import PRECISION
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+    from workbench.models.subject import Subject
 
 #: Function from the model to its loss as a 0-dim tensor with a graph.
 LossOf = Callable[[nn.Module], Tensor]
@@ -133,6 +136,8 @@ def precision_errors(
     )
     for error in failed.values():
         raise error
+    import xarray as xr
+
     names = [site.name for site in anatomy.sites]
     return xr.Dataset(
         {name: (PRECISION[name].dims[1:], value, PRECISION[name].attrs) for name, value in values.items()},

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Any, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import numpy as np
 import torch
-import xarray as xr
 from torch import Tensor, nn
 
 from workbench.errors import OptionError
@@ -41,6 +40,10 @@ from workbench.rates.rate_search import (
 )
 from workbench.training.training_plan import TrainingOptions, TrainingPlan, takes_settings
 from workbench.zoo.module_of import HoldsModel
+
+if TYPE_CHECKING:
+    import xarray as xr
+
 
 #: Rate of a training -> the rate of a round of the pilot from which it is extrapolated.
 SOURCES = {"slow_edge": "best_rate", "best_rate": "best_rate", "useful_edge": "useful_edge"}
@@ -302,6 +305,8 @@ class FoundRates:
     @property
     def data(self) -> xr.Dataset:
         """Losses by number of updates, rate and seed, and the estimates, for `workbench.plots.pilot_losses`."""
+        import xarray as xr
+
         rate = np.unique(np.concatenate([one.rate for one in self.rounds])) if self.rounds else np.empty(0)
         lengths = list(dict.fromkeys(one.n_updates for one in self.rounds))
         n_seeds = max((one.loss.shape[1] for one in self.rounds), default=1)

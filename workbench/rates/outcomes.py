@@ -6,14 +6,17 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import xarray as xr
 
 from workbench.errors import OptionError, SchemaError
 from workbench.option_kinds import n_dims
 from workbench.schema.sweeps import LOSS_WINDOW
+
+if TYPE_CHECKING:
+    import xarray as xr
+
 
 #: Fraction of the updates after which the best rate has the loss that a useful rate must reach after all updates.
 REFERENCE_SHARE = 0.8
@@ -281,6 +284,8 @@ def rate_outcomes(
         `workbench.rates.loss_over_rates`: Returns the losses of one cell.
         `workbench.plots.rate_bands`: Draws the bands.
     """
+    import xarray as xr
+
     _require_curves(sweep)
     rows: list[dict[str, Any]] = []
     names: dict[str, list[str]] = {"architecture": [], "study": []}
@@ -322,6 +327,8 @@ def loss_over_rates(runs: xr.Dataset, *, shorter: xr.Dataset | None = None, n_st
         `workbench.rates.rate_outcomes`: Computes the outcomes of all cells.
         `workbench.plots.rate_curve`: Draws the losses over the rates.
     """
+    import xarray as xr
+
     _require_curves(runs)
     if (n_cells := len(set(runs["cell"].values.tolist()))) > 1:
         raise SchemaError(f"The runs belong to {n_cells} cells; select one, such as runs.cell == runs.cell[0].")

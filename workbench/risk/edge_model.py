@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 from numpy.typing import NDArray
 
 from workbench.errors import OptionError, SchemaError, StoreError
@@ -19,6 +18,10 @@ from workbench.io.files import FileKind
 from workbench.option_kinds import NonNegativeInt
 from workbench.risk.features import LIMITS, RATE, as_cases, column, counts_as_diverged, feature_table
 from workbench.risk.scores import resamples
+
+if TYPE_CHECKING:
+    import xarray as xr
+
 
 Floats = NDArray[np.float64]
 
@@ -263,6 +266,7 @@ class EdgeModel:
             OptionError: If a learning rate is not positive.
             SchemaError: If a case lacks a value.
         """
+        import xarray as xr
         from scipy.stats import norm
 
         cases = as_cases(cases)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import xarray as xr
 
 from workbench.errors import OptionError, SchemaError, require_listed
 from workbench.koopman.measures import STATISTICS
 from workbench.schema.runs import SPECTRA
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 #: The learning rate is not a feature: the features predict the rates at which outcomes change.
 RATE = "learning_rate"
@@ -61,6 +64,8 @@ def feature_table(cases: xr.Dataset, names: Sequence[str], *, allow_missing: boo
 
     It is infinite where a quantity is, such as ``breaking_rate`` of a model that diverges at no rate.
     """
+    import xarray as xr
+
     cases = as_cases(cases)
     values, is_missing = _values(cases, names)
     if is_missing.any() and not allow_missing:

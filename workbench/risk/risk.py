@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xarray as xr
 
 from workbench.errors import OptionError, SchemaError
 from workbench.formatting import counted, percent, rounded
 from workbench.rates.find_rate import Estimate, FoundRates
 from workbench.risk.edge_model import EDGES, MAX_PROBABILITY, EdgeModel, shipped
 from workbench.risk.features import RATE, as_cases, column
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 #: Names of the probabilities of a planned training.
 _PROBABILITIES = ("too_small", "too_large", "failure", "explosion")
@@ -178,6 +180,8 @@ def over_rates(
         `workbench.plots.risk_curve`: Draws the result.
         `workbench.risk.predict`: Predicts the risk at one learning rate.
     """
+    import xarray as xr
+
     rates = np.asarray(rates, dtype=float)
     if not rates.size:
         raise OptionError("There is no learning rate; pass at least one.")

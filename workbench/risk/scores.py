@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import xarray as xr
-from numpy.typing import ArrayLike
 
 from workbench.errors import OptionError, SchemaError
 from workbench.option_checks import checked
 from workbench.option_kinds import Level, PositiveInt
+
+if TYPE_CHECKING:
+    import xarray as xr
+    from numpy.typing import ArrayLike
 
 #: Entries in one block of resamples, which limits the memory of a bootstrap.
 _BLOCK = 2_000_000
@@ -106,6 +108,7 @@ def reliability(
     See Also:
         `workbench.plots.reliability`: Draws the result.
     """
+    import xarray as xr
     from scipy.stats import binomtest
 
     predicted, labels = _pair(probability, label, name="probability", allows_nan=True)

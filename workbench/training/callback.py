@@ -20,17 +20,20 @@ from dataclasses import dataclass, field
 from itertools import chain
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import xarray as xr
 from torch import Tensor, nn
 
 from workbench.errors import OptionError
 from workbench.io.run_output import RunOutput
 from workbench.models.readable_weights import read_numbers
 from workbench.schema.events import Event
+
+if TYPE_CHECKING:
+    import torch
+    import xarray as xr
+
 
 #: Metrics of a step that the trainer itself provides.
 NUMBERS = ("loss", "auxiliary_loss", "accuracy", "grad_norm", "learning_rate")

@@ -10,10 +10,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import xarray as xr
 from torch import Tensor, distributed, nn
 
 from workbench.errors import CheckpointError, OptionError, SnapshotError, StoreError, WorkbenchError
@@ -48,6 +47,9 @@ from workbench.training.recording import (
     write_checkpoint,
 )
 from workbench.training.training_plan import PRECISIONS, TrainingPlan
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 
 class Ranks:

@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import xarray as xr
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -45,6 +44,9 @@ from workbench.tasks import Task
 from workbench.training.callback import Callback
 from workbench.training.training_plan import TrainingPlan
 from workbench.zoo.constructors import is_zoo_model
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 
 @checked

@@ -6,10 +6,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
-import xarray as xr
 
 from workbench.callbacks.alarms.run_evidence import RunEvidence, observations
 from workbench.callbacks.alarms.watched import WATCHED
@@ -17,6 +16,10 @@ from workbench.errors import OptionError
 from workbench.io.atomic import write_json
 from workbench.io.files import FileKind
 from workbench.option_kinds import PositiveInt, Remedy, above
+
+if TYPE_CHECKING:
+    import xarray as xr
+
 
 _SHIPPED = Path(__file__).parent / "shipped" / "calibration.json"
 _FILE = FileKind("a calibration of alarms", "pass a file written by Calibration.save()")

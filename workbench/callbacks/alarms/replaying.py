@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import xarray as xr
 
 from workbench.callbacks.alarms.alarms import Alarms
 from workbench.callbacks.alarms.run_evidence import observations
 from workbench.callbacks.alarms.watched import WATCHED
 from workbench.callbacks.observation import Alarm, Observation
 from workbench.schema.runs import EVIDENCE
+
+if TYPE_CHECKING:
+    import xarray as xr
+
 
 #: Steps after an action of `workbench.Actions` in which no alarm is raised.
 REST = 60
@@ -85,6 +89,8 @@ def evidence_of(run: xr.DataTree, alarms: Alarms | None = None) -> xr.Dataset:
         `workbench.plots.timeline`: Draws a run with its evidence.
         `workbench.alarms.replay`: The alarms alone.
     """
+    import xarray as xr
+
     alarms = Alarms() if alarms is None else alarms
     rows = [row for each in _observed(run, alarms) if (row := alarms._evidence_row(each)) is not None]
     names = [watched.name for watched in WATCHED]

@@ -6,16 +6,19 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import xarray as xr
 
 from workbench.callbacks.alarms.own_past import WINDOWS, OwnPast
 from workbench.callbacks.alarms.probe_alarms import SIGNALS
 from workbench.callbacks.alarms.watched import FALL, RISE, WATCHED, Watched, WatchedValues, watched_values
 from workbench.callbacks.observation import OF_CONTRACT, Observation, broken_contract, changed_setting
 from workbench.errors import SchemaError
+
+if TYPE_CHECKING:
+    import xarray as xr
+
 
 #: Standard deviations subtracted at each step, and largest number of them that counts.
 _SLACK, _LARGEST = 2.0, 8.0
