@@ -112,7 +112,7 @@ REASONS = {
     "code": Reason("The pickle calls functions, possibly code; it is never executed.", ("possibly code",)),
     "no weights": Reason(
         "The file contains no parameters of a model.",
-        ("contains no state dict", "no weights under a key", "holds no LoRA", "no config.json", "contains no weights"),
+        ("contains no state dict", "but no weights;", "holds no LoRA", "no config.json", "contains no weights"),
     ),
     "no architecture": Reason(
         "The file contains parameters alone: the model must be passed as `module=`.",
@@ -120,21 +120,21 @@ REASONS = {
     ),
     "other framework": Reason(
         "The format belongs to another framework or is a compiled program; no PyTorch code writes it.",
-        ("unknown checkpoint format", "TorchScript", "no file named", "in no known file format"),
+        ("unknown format", "TorchScript", "no file named", "in no known file format"),
     ),
     "configuration": Reason(
         "config.json does not describe these parameters, or names an unknown model.",
         (
             "cannot open",
             "config.json",
-            "not a model of its model_type",
+            "no model of its model_type",
             "transformers has no model",
             "does not fit",
         ),
     ),
     "custom code": Reason(
         "The model is Python code in the checkpoint, which is executed only with `trust_remote_code=True`.",
-        ("needs its own Python code",),
+        ("needs its own code",),
     ),
     "quantized": Reason(
         "The parameters are quantized in a format whose package or hardware is missing, or that the model cannot use.",
@@ -154,7 +154,7 @@ REASONS = {
     "quantized, not streamed": Reason(
         "Quantized models of transformers can only be opened resident.", ("cannot be streamed: it is quantized",)
     ),
-    "adapter, not streamed": Reason("An adapter is merged in memory.", ("is an adapter, which is merged in memory",)),
+    "adapter, not streamed": Reason("An adapter is merged in memory.", ("is an adapter, merged in memory",)),
     "several": Reason(
         "There are several models or checkpoints, of which none is chosen silently.",
         ("weights under each of", "pass one, such as", "keep one", "pass the folder of one of its models"),
