@@ -17,7 +17,7 @@ import workbench as wb
 from tests.about import says
 from tests.callbacks.mirrored_runs import AT, N_STEPS, trained
 from tests.callbacks.test_mirrors import alarm, monitors, put_all
-from workbench.callbacks import mirrors, notices
+from workbench.callbacks import mirrors
 from workbench.callbacks.mirrors import Outlet, close_all, notices_of
 from workbench.errors import OptionError
 from workbench.io.run_output import RecordingWarning
@@ -93,7 +93,7 @@ def test_an_error_that_ends_the_training_is_posted(tmp_path):
 
 
 def test_a_flood_of_alarms_is_one_message_with_a_count(monkeypatch):
-    monkeypatch.setattr(notices, "_REST", 0.3)
+    monkeypatch.setattr(mirrors, "_REST", 0.3)
     got = []
     outlet = outlet_of(got.append, Path("runs/a.zarr"))
     outlet.put(monitors(0), [alarm(0)])
@@ -120,15 +120,15 @@ def test_a_flood_of_alarms_is_one_message_with_a_count(monkeypatch):
 )
 def test_the_form_of_each_service(host, body, monkeypatch):
     sent = []
-    monkeypatch.setattr(notices, "urlopen", lambda request, timeout: sent.append(request) or nullcontext())
-    notices._post(f"https://{host}/x", host, "a & b <c>", {"kind": "alarm"})
+    monkeypatch.setattr(mirrors, "urlopen", lambda request, timeout: sent.append(request) or nullcontext())
+    mirrors._post(f"https://{host}/x", host, "a & b <c>", {"kind": "alarm"})
     (request,) = sent
     assert (request.host, request.get_method(), json.loads(request.data)) == (host, "POST", body)
     assert request.get_header("Content-type") == "application/json"
 
 
 def test_a_server_that_fails_at_first_receives_the_alarm_later(monkeypatch):
-    monkeypatch.setattr(notices, "_REST", 0.05)
+    monkeypatch.setattr(mirrors, "_REST", 0.05)
     with server(lambda n: 500 if n < 3 else 200) as (url, got):
         outlet = outlet_of(url)
         outlet.put(monitors(0), [alarm(0)])
