@@ -332,7 +332,9 @@ def errors_in_one_sentence(
         ) from error
     except Exception as error:  # an invalid config.json can cause any error in third-party code
         if "trust_remote_code" in str(error):
-            raise CheckpointError(f"{source} needs its own code; read it, then pass trust_remote_code=True.") from error
+            raise CheckpointError(
+                f"{source} needs its own code; read it, then pass wb.open_checkpoint(..., trust_remote_code=True)."
+            ) from error
         raise CheckpointError(f"transformers cannot open {source}: {_reason(error)}; {remedy}.") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # raised by tokenizers, which is written in Rust; no Exception
