@@ -24,9 +24,9 @@ from workbench.training.recording import Recording
 from workbench.training.training_plan import TrainingPlan
 from workbench.widgets.base import KINDS, WorkbenchWidget
 from workbench.widgets.live import cells
+from workbench.widgets.live.latest_state import AlarmList, SwitchPanel
 from workbench.widgets.live.live_canvas import LiveCanvas, live_figure
 from workbench.widgets.live.live_runs import ENDED, PAUSED, PAUSING, STARTING, STOPPING, TRAINING, LiveRuns, Switches
-from workbench.widgets.live.panels import AlarmList, SwitchPanel
 from workbench.widgets.live.setup import Setup
 from workbench.widgets.live.starts import Branches, PairedRuns, SavedStep, Start, best_step, remarks_on
 

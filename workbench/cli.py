@@ -525,9 +525,7 @@ def _check_outputs(given: argparse.Namespace) -> None:
     named = [os.path.abspath(place) for place in places if place is not None]
     if twice := {place for place in named if named.count(place) > 1}:
         place = min(twice)
-        raise StoreError(
-            f"{place} would be written twice, as a report in .ipynb or .md writes a second file; choose another name."
-        )
+        raise StoreError(f"{place} would be written twice, as .ipynb and .md have a second file; choose another name.")
 
 
 def _check_tree_path(path: Path | None, *, overwrite: bool) -> None:

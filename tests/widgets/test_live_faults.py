@@ -18,7 +18,7 @@ from workbench.plots.timeline_panels import RunEvents
 from workbench.training.callback import StepRecord
 from workbench.widgets import LiveTraining
 from workbench.widgets.live.history import RunHistory, StepNews
-from workbench.widgets.live.panels import AlarmList, SwitchPanel
+from workbench.widgets.live.latest_state import AlarmList, SwitchPanel
 from workbench.widgets.live.starts import WITH_FAULTS, WITHOUT_FAULTS
 
 pytestmark = [pytest.mark.render, pytest.mark.subprocess]

@@ -20,10 +20,9 @@ from workbench.callbacks.kss import Shaping
 from workbench.plots.style import BROKEN
 from workbench.training.callback import StepRecord
 from workbench.widgets.live.history import TRACES, LiveModes, RunHistory, StepNews
-from workbench.widgets.live.latest_state import LatestState
+from workbench.widgets.live.latest_state import LatestState, SwitchPanel
 from workbench.widgets.live.live_canvas import LiveCanvas
 from workbench.widgets.live.live_runs import Switches
-from workbench.widgets.live.panels import SwitchPanel
 from workbench.widgets.live.starts import SavedStep, best_step, remarks_on
 from workbench.widgets.live.training_process import Worker
 

@@ -101,9 +101,7 @@ class Choice:
             rows = subject.tokenize(passages, max_length=length)["input_ids"]
             return tasks.as_task(rows, batch_size=self.batch_size, seed=self.seed)
         if self.task == _BYTES and vocab_size < 256:
-            raise OptionError(
-                f"{subject.name} has {vocab_size} tokens, bytes need 256; choose random ones or pass task=."
-            )
+            raise OptionError(f"{subject.name} has {vocab_size} tokens, bytes need 256; choose random ones or task=.")
         return self._named_task(vocab_size, length)
 
 

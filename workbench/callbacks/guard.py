@@ -37,12 +37,8 @@ POLICY: Mapping[str, tuple[str, ...]] = {
     "small_batch": ("cut_rate",),
     "no_auxiliary_loss": ("auxiliary_loss",),
     "corrupted_data": ("roll_back",),
-    "low_precision_attention": ("stop",),
-    "arithmetic": ("stop",),
-    "low_precision_reduction": ("stop",),
-    "stale_reduction": ("stop",),
-    "dropped_bucket": ("stop",),
-    "repeated_data": ("stop",),
+    **dict.fromkeys(("low_precision_attention", "arithmetic", "low_precision_reduction"), ("stop",)),
+    **dict.fromkeys(("stale_reduction", "dropped_bucket", "repeated_data"), ("stop",)),
     "changed_setting": (),
     "otherwise": ("roll_back", "cut_rate"),
 }
@@ -135,9 +131,7 @@ class Guard(Callback):
         super().setup(run)
         self._forget()
         if run.owns_loop and self.recorder.path is not None:
-            raise OptionError(
-                "In wb.train() the run has one store; create the recorder without a path and pass store=."
-            )
+            raise OptionError("In wb.train() the run has one store; create the recorder without path and pass store=.")
         kinds = set() if self._actions is None else self._actions.kinds
         if kinds:  # a training that alarms change must not depend on the speed of the machine
             self.recorder.options = replace(self.recorder.options, budget=None)

@@ -15,7 +15,7 @@ See Also:
 from workbench.flow.flow_measurement import measure
 from workbench.flow.flow_summary import summarize
 from workbench.option_checks import publish
-from workbench.schema.flows import FLOW
+from workbench.schema.runs import FLOW
 
 __all__ = ["FLOW", "measure", "summarize"]
 

@@ -28,8 +28,7 @@ from workbench.models.subject import Subject
 from workbench.monitors.router_health import expert_load, max_violation, routing_entropy_share
 from workbench.option_checks import checked
 from workbench.option_kinds import PositiveInt, Seed
-from workbench.schema.flows import FLOW
-from workbench.schema.runs import SCHEMA_VERSION
+from workbench.schema.runs import FLOW, SCHEMA_VERSION
 
 
 @with_weights

@@ -6,8 +6,7 @@ import numpy as np
 import xarray as xr
 
 from workbench.errors import SchemaError
-from workbench.schema.flows import FLOW
-from workbench.schema.runs import variables
+from workbench.schema.runs import FLOW, variables
 
 #: Variables of `summarize`, all without dimensions and of unit 1.
 SUMMARY = variables("""

@@ -175,9 +175,7 @@ def ridge_of(options: DmdOptions, trace: Any, n_features: int) -> Any:
 def _total_variance(moments: SnapshotMoments | SnapshotSketch) -> float:
     """Return the trace of C_xx; raise if the moments have no spectrum."""
     if moments.n_snapshots < 3:
-        raise SnapshotError(
-            f"A spectrum needs 3 snapshots, but {moments.name} has {moments.n_snapshots}; pass more tokens."
-        )
+        raise SnapshotError(f"A spectrum needs 3 snapshots, but {moments.name} has {moments.n_snapshots}; pass more.")
     if isinstance(moments, SnapshotSketch):
         traces = moments.total_variance()
     else:

@@ -121,9 +121,7 @@ def open_checkpoint(
     if not path.is_dir() and not path.is_file() and (looks_like_path or not _HUB_NAME.match(text)):
         raise CheckpointError(f"There is no file or folder {text}; check the path.")
     if path.is_file() and path.suffix not in (*STATE_SUFFIXES, ".gguf"):
-        raise CheckpointError(
-            f"{path} has an unknown format; pass a folder or a .safetensors, .bin, .pt or .gguf file."
-        )
+        raise CheckpointError(f"{path} has an unknown format; pass a folder, .safetensors, .bin, .pt or .gguf file.")
     how = StreamingChoice.of(streaming, device)
     options = _Options(trust_remote_code, torch_dtype, strict, how, name)
     with CHECKPOINT.reading(text):
@@ -252,9 +250,7 @@ def _as_path(source: str | os.PathLike[str]) -> tuple[Path, str]:
         path = Path(text).expanduser()
         path.is_dir()
     except (OSError, RuntimeError) as error:  # too long, not readable, or the home of an unknown user
-        raise CheckpointError(
-            f"{_shortened(text)} cannot be opened ({_shortened(str(error))}); check the path."
-        ) from error
+        raise CheckpointError(f"{_shortened(text)} cannot be opened ({_shortened(str(error))}); check it.") from error
     if not text.strip():
         raise CheckpointError("The path is empty; pass a folder, a file, a hub name, or an nn.Module.")
     return path, text
@@ -290,9 +286,7 @@ def _open_folder(folder: Path, options: _Options, source: str | None = None) -> 
     config_file = folder / "config.json"
     config = read_config(config_file)
     if not isinstance(model_type := config.get("model_type", ""), str):
-        raise CheckpointError(
-            f"{config_file} has model_type = {_shortened(repr(model_type))}, no name; download it again."
-        )
+        raise CheckpointError(f"{config_file} has model_type = {_shortened(repr(model_type))}, no name; correct it.")
     for file in sorted(folder.glob("*.safetensors")):
         check_safetensors(file)
     tokenizer, streamed = None, None

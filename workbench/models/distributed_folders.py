@@ -286,9 +286,7 @@ def _stored(folder: Path, key: str, entry: Any, places: Mapping[tuple[str, tuple
             raise CheckpointError(f"{folder} is compressed ({info.transform_descriptors}); save it without transforms.")
         name, start, length = info.relative_path, int(info.offset), int(info.length)
         if not isinstance(name, str) or Path(name).name != name:
-            raise CheckpointError(
-                f"{folder / METADATA} names {name!r}, which is not there; download the checkpoint again."
-            )
+            raise CheckpointError(f"{folder / METADATA} names {name!r}, which is not there; download it again.")
         boxes.append(_Box(offsets, size, partial(_read_chunk, folder / name, start, length, key, size, dtype)))
         ends.append((folder / name, start + length))
     if not are_tiles(shape, list(sizes.items())) or type(dtype) is not torch.dtype:

@@ -137,9 +137,7 @@ def weight_places(folder: Path) -> tuple[Path, ...]:
     if inner := _inner_folders(folder):
         if len(inner) > 1:
             names = ", ".join(place.name for place in inner)
-            raise CheckpointError(
-                f"{folder} has several distributed checkpoints ({names}); pass one, such as {inner[0]}."
-            )
+            raise CheckpointError(f"{folder} has several distributed checkpoints ({names}); pass one of them.")
         return inner
     if files := single_files(folder):
         if len(files) > 1:

@@ -213,7 +213,7 @@ def _same_shapes(name: str, first: Tensors, other: str, second: Tensors) -> tupl
     shapes = [tuple(t.shape) for t in first], [tuple(t.shape) for t in second]
     if shapes[0] != shapes[1]:
         raise OptionError(
-            f"{name} and {other} have shapes {shapes[0]} and {shapes[1]}; pass the same tensors in the same order."
+            f"{name} and {other} have shapes {shapes[0]} and {shapes[1]}; pass the same tensors in order."
         )
     return first, second
 

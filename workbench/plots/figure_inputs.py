@@ -61,9 +61,7 @@ def by_name(
         return {name: data}
     datasets: Mapping[str, xr.Dataset] = data
     if not isinstance(data, Mapping) or not data:
-        raise SchemaError(
-            f"The {what} is {_described(data)}, expected a dataset from {source} or a dict of name: dataset."
-        )
+        raise SchemaError(f"The {what} is {_described(data)}, expected a dataset from {source} or a dict of them.")
     return {str(key): value for key, value in datasets.items()}
 
 

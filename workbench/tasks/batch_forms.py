@@ -169,9 +169,7 @@ def _targets(value: Any) -> Tensor:
 
 def _tensor(value: Any, name: str = "a batch") -> Tensor:
     if isinstance(value, list | tuple) and any(isinstance(part, Tensor) for part in value):
-        raise WorkbenchError(
-            f"{name} is a list of tensors; pass the dataset itself or call with_format('torch') on it."
-        )
+        raise WorkbenchError(f"{name} is a list of tensors; pass the dataset itself or call with_format('torch').")
     try:
         return _as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -164,9 +164,7 @@ def _state_of(source: Any) -> tuple[dict[str, LazyTensor], str]:
     model = bare(module_of(source))
     described = source.source if isinstance(source, Subject) else f"module {type(model).__qualname__}"
     if is_parametrized(model):
-        raise OptionError(
-            f"The weights of {type(model).__name__} are parametrized; use wb.baselines.plain_copy(model)."
-        )
+        raise OptionError(f"The weights of {type(model).__name__} are parametrized; use wb.baselines.plain_copy().")
     state = {}
     for name, parameter in model.named_parameters():
         if parameter.is_meta:

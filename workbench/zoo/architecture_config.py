@@ -322,9 +322,7 @@ class ArchitectureConfig:
         if self.position == "rotary" and self.family == "vit":
             raise OptionError("position is 'rotary', but the family 'vit' supports only 'learned' and 'none'.")
         if self.position == "rotary" and self.head_dim % 2:
-            raise OptionError(
-                f"Rotary positions need an even width of the heads, not d_model / n_heads = {self.head_dim}."
-            )
+            raise OptionError(f"Rotary positions need heads of even width, not d_model / n_heads = {self.head_dim}.")
 
     def _check_identity_initialization(self) -> None:
         if self.norm != "none":

@@ -57,7 +57,7 @@ class Fault:
         check_fields(self)
         if self.stop is not None and self.start is None:
             raise OptionError.of(
-                "stop", self.stop, "None if there is no start", remedy="pass start= too, or set enabled during the run"
+                "stop", self.stop, "None if there is no start", remedy="pass start= too, or set enabled"
             )
         if self.stop is not None and self.start is not None and self.stop <= self.start:
             raise OptionError.of("stop", self.stop, f"after start = {self.start}")

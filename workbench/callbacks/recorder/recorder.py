@@ -155,7 +155,7 @@ class Recorder:
         self.every, fixed = checked_cadence(every)
         if self.every["curvature"] is not None and loss_of is None:
             raise OptionError(
-                "curvature needs the loss; pass wb.Recorder(..., loss_of=), a function from model and probe to it."
+                "curvature needs the loss; pass wb.Recorder(..., loss_of=), a function of model and probe."
             )
         self.path = None if path is None else store_path(path)
         self.alarms = alarms
