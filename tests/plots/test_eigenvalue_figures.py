@@ -190,7 +190,7 @@ def test_a_run_of_bare_spectra_needs_no_step(calm):
 
 
 def test_invalid_input_is_rejected(calm):
-    with pytest.raises(SchemaError, check=says("The spectra are an empty dict, expected a dataset from")):
+    with pytest.raises(SchemaError, check=says("The spectra are an empty dict, expected those of")):
         eigenvalue_map({})
     with pytest.raises(OptionError, check=about("spectra", {"a": 1})):
         eigenvalue_map({"a": 1})

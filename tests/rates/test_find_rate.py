@@ -121,7 +121,7 @@ def test_an_interrupted_pilot_uses_the_finished_rounds():
 def test_rates_for_another_width():
     found = wb.find_rate(loop=known_loop([]), n_steps=600, progress=False)
     wide = found.for_width(4.0)
-    assert "The rates apply to a model 4 times as wide as the pilot's, by Adam's rule." in str(wide)
+    assert "The rates are for a model 4 times as wide as the pilot's, by Adam's rule." in str(wide)
     assert wide.useful_edge.value == pytest.approx(found.useful_edge.value / 4)
     assert wide.useful_edge.high == pytest.approx(1.5 * found.useful_edge.high / 4)
     assert found.for_width(16.0).useful_edge.high == pytest.approx(1.5**2 * found.useful_edge.high / 16)
