@@ -51,7 +51,7 @@ def test_counts_are_those_of_the_table(numbers):
     ("path", "variable", "selection", "check"),
     [
         ("nowhere", "x", {}, says("which its report cites; create the tree again.")),
-        ("flow", "nothing", {}, says("which its report cites; create the tree again.")),
+        ("flow", "nothing", {}, says("at /flow for its report; create the tree again.")),
         ("flow", "signal_gain", {}, says("signal_gain is not a single value; select along layer")),
         ("flow", "signal_gain", {"layer": 9}, says("signal_gain has no layer")),
         ("flow", "signal_gain", {"head": 0}, says("signal_gain has no dimension")),
@@ -65,7 +65,7 @@ def test_missing_values_are_rejected(numbers, path, variable, selection, check):
 def test_unknown_criteria_and_attributes_are_rejected(numbers):
     with pytest.raises(SchemaError, check=about("criterion", "luck")):
         numbers.criterion("luck")
-    with pytest.raises(SchemaError, check=says("which its report cites; create the tree again.")):
+    with pytest.raises(SchemaError, check=says("for its report; create the tree again.")):
         numbers.attribute("mood")
 
 
