@@ -90,5 +90,5 @@ def test_a_failure_on_one_rank_ends_both_and_names_it(folder, ranks):
 
 def test_another_number_of_processes_cannot_resume(folder):
     model = ranked_training.model()
-    with pytest.raises(wb.WorkbenchError, match="written by 2 processes, but 1 resume it"):
+    with pytest.raises(wb.WorkbenchError, match="is of 2 processes, but 1 resume it"):
         ranked_training.records(model, folder, "ddp", resume=True)
