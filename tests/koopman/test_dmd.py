@@ -227,7 +227,7 @@ def test_bad_snapshots_are_rejected():
         whitened_dmd(np.full((50, 4), 3.7), X)
     with pytest.raises(SnapshotError, check=says("The states entering the layer are all the same; pass")):
         whitened_dmd(np.float32(1e6) + np.zeros((50, 4), np.float32) + np.float32(0.01) * X.astype(np.float32), X)
-    with pytest.raises(SnapshotError, check=says("flatten batch and token.")):
+    with pytest.raises(SnapshotError, check=says("flatten batch and token into the first axis.")):
         whitened_dmd(X, X[:, :3])
     with pytest.raises(SnapshotError, check=says("Snapshots of the layer have the types")):
         whitened_dmd(X.astype(int), X.astype(int))

@@ -421,7 +421,7 @@ def test_the_probe_of_a_generator_removes_no_batches():
         (hugging_face().select([]), says("The source is empty; pass at least one batch or row.")),
         (DataLoader(DATA, 50, drop_last=True), says("The source is empty; pass at least one batch or row.")),
         (iter([]), says("The source is empty; pass at least one batch or row.")),
-        (["some", "text"], says("the rows hold a str that is no tensor")),
+        (["some", "text"], says("the rows hold a str that cannot be converted to a tensor")),
         (
             hugging_face().remove_columns("input_ids"),
             says("Rows must have a column input_ids, pixel_values or images,"),
