@@ -49,6 +49,8 @@ _BY_LAYER = [name for name, variable in PRECISION.items() if "layer" in variable
 _MOST_EPS = 100
 #: Relative distance of two neighboring numbers of tf32, in which CUDA devices may multiply float32.
 _TF32_EPS = 2.0**-10
+#: Places between the random factors of two operations.
+_STRIDE = 7919
 #: Smallest divisor, so that gradients that are exactly 0 have no excess.
 _TINY = 1e-300
 #: Name of a block's output among its gradients.
@@ -421,8 +423,8 @@ class _Rounding(TorchDispatchMode):
 
     def __init__(self, eps: float) -> None:
         super().__init__()
-        self._eps = eps
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._eps, self._begin = eps, 0
+        self._factors = torch.zeros(0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -434,10 +436,14 @@ class _Rounding(TorchDispatchMode):
     def _rounded(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        if (generator := self._generators.get(tensor.device)) is None:
-            generator = self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(0)
-        up = torch.randint(0, 2, tensor.shape, generator=generator, device=tensor.device)
-        return tensor * (1 + self._eps * (2 * up - 1))
+        n = tensor.numel()
+        if self._factors.device != tensor.device or len(self._factors) < 2 * n:
+            generator = torch.Generator(tensor.device).manual_seed(0)
+            up = torch.randint(0, 2, (4 * n + 1024,), generator=generator, device=tensor.device)
+            self._factors = 1 + self._eps * (2 * up - 1).double()
+        # One product for each operation: a further draw for each would be several.
+        self._begin = (self._begin + _STRIDE) % (len(self._factors) - n)
+        return tensor * self._factors[self._begin : self._begin + n].view(tensor.shape)
 
 
 def _only(call: _Call, autocast: torch.dtype | None) -> AbstractContextManager[Any]:

@@ -49,7 +49,14 @@ from workbench.callbacks.recorder.options import (
 from workbench.callbacks.recorder.probes import ReductionCollector
 from workbench.callbacks.recorder.rows import Flight, Row, Started
 from workbench.callbacks.recorder.settings import SettingsWatch
-from workbench.callbacks.recorder.shards import HeldParts, Stage, divides_gradients, splits_tensors, stages_of, summed
+from workbench.callbacks.recorder.shards import (
+    HeldParts,
+    PipelineStage,
+    divides_gradients,
+    splits_tensors,
+    stages_of,
+    summed,
+)
 from workbench.callbacks.recorder.updates import SampledUpdate, gradient_square, overflow_of, total_gradient_norm
 from workbench.errors import OptionError, WorkbenchError
 from workbench.io.run_output import RunOutput, before_exit, issue_warning
@@ -131,7 +138,7 @@ class AttachedRecorder:
         run: TrainingRun | None = None,
         is_hosted: bool = False,
         contracts: Callable[..., WatchedContracts] | None = None,
-        stage: Stage | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
         self.contracts: WatchedContracts | None = None
         self._stage = stage

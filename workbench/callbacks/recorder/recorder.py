@@ -29,7 +29,7 @@ from workbench.callbacks.recorder.options import (
     of_plain,
     to_plain,
 )
-from workbench.callbacks.recorder.shards import Stage, stages_of
+from workbench.callbacks.recorder.shards import PipelineStage, stages_of
 from workbench.errors import AnatomyError, OptionError, StoreError
 from workbench.io.run_copy import bring, stage_path, store_path
 from workbench.io.run_output import RunOutput
@@ -180,7 +180,7 @@ class Recorder:
         self._contracts: Callable[..., WatchedContracts] | None = None
         self._last_model: weakref.ref[nn.Module] | None = None
         self._is_loaded = False
-        self.stage: Stage | None = None  # of a pipeline, that of the attached model
+        self.stage: PipelineStage | None = None  # of a pipeline, that of the attached model
         # With several ranks this is checked at `attach`: the first rank may write before another one gets here.
         if not (is_shared() or alone):
             self._check_store()

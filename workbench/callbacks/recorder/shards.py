@@ -70,7 +70,7 @@ class HeldParts:
         return own.reshape(-1)[places]
 
 
-class Stage(NamedTuple):
+class PipelineStage(NamedTuple):
     """Stage of a pipeline: its place, and the number of stages."""
 
     number: int
@@ -82,14 +82,14 @@ class Stage(NamedTuple):
         return self.number == self.n_stages - 1
 
 
-def stages_of(model: nn.Module, optimizer: JointOptimizer) -> list[Stage]:
+def stages_of(model: nn.Module, optimizer: JointOptimizer) -> list[PipelineStage]:
     """Return the stages of pipelines of PyTorch to which modules of a model or parameters of its optimizer belong."""
     inner, trained = {id(each) for each in model.modules()}, {id(each) for each in optimizer.parameters}
-    found: dict[int, Stage] = {}
+    found: dict[int, PipelineStage] = {}
     for each in _instances("stage", "_PipelineStageBase"):
         is_trained = any(id(weight) in trained for weight in each.submod.parameters())
         if each.num_stages > 1 and (is_trained or id(bare(each.submod)) in inner):
-            found[id(bare(each.submod))] = Stage(each.stage_index, each.num_stages)
+            found[id(bare(each.submod))] = PipelineStage(each.stage_index, each.num_stages)
     return [*found.values()]
 
 
