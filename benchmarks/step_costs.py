@@ -76,7 +76,7 @@ LIMITS = {
     "attention": (17, 8, 0),
     "optimizer": (57, 57, 0),
     "activations": (0, 0, 0),
-    "precision": (0, 445, 0),
+    "precision": (0, 450, 0),
     "reduction": (53, 8, 0),
     "update": (37, 94, 0),
     "KSS, recommended": (20, 30, 5),
