@@ -115,7 +115,9 @@ def weight_places(folder: Path) -> tuple[Path, ...]:
             name = CONFIG.text(file).strip()
             place = folder / (pattern.format(name) if name.isdecimal() else name)
             if not name or Path(name).name != name or not place.is_dir():
-                raise CheckpointError(f"{file} names '{name[:80]}', but there is no such folder; download it too.")
+                raise CheckpointError(
+                    f"{file} names '{name[:80]}', but there is no such folder next to it; download that folder too."
+                )
             return weight_places(place)
     if is_partitioned(folder):
         return (folder,)

@@ -487,7 +487,9 @@ def load(path: str | Path) -> EdgeModel:
         if content["kind"] != _KIND:
             raise ValueError(f"its kind is {content['kind']!r}")
         if content["version"] > _VERSION:
-            raise StoreError(f"{path} was written by a newer workbench; update this one, or fit the model again.")
+            raise StoreError(
+                f"{path} was written by a newer version of the workbench; update the workbench, or fit the model again."
+            )
         ranges, measured = (
             {name: (float(low), float(high)) for name, (low, high) in content[part].items()}
             for part in ("ranges", "measured")
