@@ -114,7 +114,8 @@ trainer.fit(Net(), torch.utils.data.DataLoader(data, batch_size=8))
 
 
 @pytest.mark.framework
-@pytest.mark.parametrize("automatic", ["True", pytest.param("False", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("automatic", ["True", "False"])
 def test_a_module_of_lightning_is_watched_from_its_first_update(automatic, tmp_path):
     (tmp_path / "train.py").write_text(LIGHTNING.replace("AUTOMATIC", automatic))
     command = [sys.executable, "-m", "workbench", "watch", "--store", "a.zarr", "--", "python", "train.py"]

@@ -18,8 +18,6 @@ from workbench.io.run_index import status_of
 from workbench.io.run_output import RunOutput
 from workbench.training.recording import new_run
 
-KINDS = ["memory", "s3", "ssh"]
-
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
@@ -48,7 +46,7 @@ def put(path, url):
             place.write(file.read_bytes(), str(file.relative_to(path)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["memory", "s3", pytest.param("ssh", marks=pytest.mark.slow)])
 def test_a_run_far_away_is_the_run_here(kind, tmp_path, monkeypatch):
     path = written(tmp_path / "a.zarr")
     saved = wb.save(wb.open_run(wb.samples.failed_run("precision")), tmp_path / "saved.zarr")
