@@ -244,7 +244,7 @@ def _watch(given: argparse.Namespace) -> Outcome:
     facts = dict(status_of(store))
     alarm = facts["first_alarm"]
     found = f"first alarm at step {alarm['step']}: {alarm['message']}" if alarm else "no alarm."
-    text = f"{facts['state']} after step {facts['step']}, {found}\nworkbench diagnose {store} looks for causes."
+    text = f"{facts['state']}, last row of step {facts['step']}, {found}\nworkbench diagnose {store} looks for causes."
     return status, {**facts, "exit_status": status}, text
 
 
