@@ -437,10 +437,11 @@ class _Rounding(TorchDispatchMode):
         if not tensor.is_floating_point():
             return tensor
         n = tensor.numel()
-        if self._factors.device != tensor.device or len(self._factors) < 2 * n:
+        if self._factors.device != tensor.device or len(self._factors) <= n + _STRIDE:
             generator = torch.Generator(tensor.device).manual_seed(0)
-            up = torch.randint(0, 2, (4 * n + 1024,), generator=generator, device=tensor.device)
-            self._factors = 1 + self._eps * (2 * up - 1).double()
+            factors = torch.empty(n + n // 4 + 2 * _STRIDE, device=tensor.device, dtype=torch.float64)
+            # In place: the largest tensor of a block may be a matrix of weights.
+            self._factors = factors.random_(0, 2, generator=generator).mul_(2 * self._eps).add_(1 - self._eps)
         # One product for each operation: a further draw for each would be several.
         self._begin = (self._begin + _STRIDE) % (len(self._factors) - n)
         return tensor * self._factors[self._begin : self._begin + n].view(tensor.shape)

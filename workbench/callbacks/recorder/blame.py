@@ -83,9 +83,10 @@ class HeldCall:
         return sum(each.numel() * each.element_size() for each in held)
 
     def shorten(self) -> None:
-        """Keep labels in place of the gradient, if it is that of a cross entropy."""
-        if self.gradient is not None and not self.are_labels and self.gradient.ndim > 1 and self.gradient.shape[-1] > 1:
-            labels, is_known = labels_from_gradient(self.gradient, IGNORED)
+        """Keep labels in place of the gradient, if it is that of a cross entropy and no host waits for the answer."""
+        given = None if self.are_labels else self.gradient
+        if given is not None and given.device.type == "cpu" and given.ndim > 1 and given.shape[-1] > 1:
+            labels, is_known = labels_from_gradient(given, IGNORED)
             if bool(is_known):
                 self.gradient, self.are_labels = labels, True
 

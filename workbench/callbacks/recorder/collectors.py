@@ -360,9 +360,9 @@ class Collectors:
         """Return the errors of the run's arithmetic."""
         assert self._probes is not None
         sites = () if self.reading.anatomy is None else self.reading.anatomy.sites
-        # Parameters and gradients of one block, three times, one of them in float64.
+        # Parameters and gradients of one block, four times, two of them in float64, and their differences in float64.
         jointly(
-            lambda: self._require_memory(8 * max((_n_bytes(each.module.parameters()) for each in sites), default=0))
+            lambda: self._require_memory(12 * max((_n_bytes(each.module.parameters()) for each in sites), default=0))
         )
         with self.passes(casts=True):
             layers = self._probes.precision_layers
