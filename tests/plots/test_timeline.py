@@ -283,12 +283,12 @@ CAUSE = (319, "attribution", "low_precision_attention", {"score": 1.0})
 def test_the_account_states_the_first_alarm_after_the_fault_and_its_cause():
     assert account(FAULT, PROBE, CAUSE, RANK) == (
         "First alarm: step 319, 19 steps after the fault: arithmetic of attention, layer 1, head 0 (probe). "
-        "Likely cause: low precision attention (100 %)."
+        "Likely cause: low precision attention."
     )
     logits = (319, "alarm", "logits", {"layer": 0, "head": 3})
     assert "largest attention logit, layer 0, head 3 (limit)" in account(FAULT, logits)
     early = (210, "alarm", "kurtosis", {"layer": 2})
-    assert account(early, FAULT, PROBE, CAUSE).endswith("(100 %). 1 alarm before the fault.")
+    assert account(early, FAULT, PROBE, CAUSE).endswith("low precision attention. 1 alarm before the fault.")
     assert account(early) == "First alarm: step 210: kurtosis, layer 2 (evidence). Likely cause: unknown."
     # The cause is recorded only when it changes.
     known = (210, "attribution", "large_rate", {"score": 0.62})
@@ -297,7 +297,7 @@ def test_the_account_states_the_first_alarm_after_the_fault_and_its_cause():
         in (account(early, known, FAULT, RANK))
     )
     later = (360, "attribution", "stale_reduction", {"score": 0.9})
-    assert account(FAULT, PROBE, CAUSE, later).endswith("(100 %). From step 360 on: stale reduction (90 %).")
+    assert account(FAULT, PROBE, CAUSE, later).endswith("low precision attention. From step 360 on: stale reduction.")
     change = [(30, "setting", "learning_rate", {}), (30, "alarm", "learning_rate", {})]
     assert account(*change).startswith("First alarm: step 30: learning_rate (setting).")
 

@@ -224,7 +224,7 @@ def test_a_history_hears_the_first_alarm_its_cause_the_probes_and_the_evidence(t
             assert history.account == "No alarm up to step 5."
             assert history.first_alarm is None
     assert history.account.startswith("First alarm: step 7, 1 step after the fault: arithmetic")
-    assert "(probe). Likely cause: low precision attention (100 %)." in history.account
+    assert "(probe). Likely cause: low precision attention." in history.account
     # An alarm makes the probe check again at the next update.
     assert (history.checked(is_sound=True), history.checked(is_sound=False)) == ([3], [7, 8, 11])
     again = RunHistory.of(wb.open_run(store), 14)

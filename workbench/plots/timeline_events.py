@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from workbench.formatting import counted, percent
+from workbench.formatting import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -207,10 +207,5 @@ def _cause(events: Sequence[TimelineEvent], first: TimelineEvent) -> str:
     likely, latest = known[-1], found[-1]
     later = ""
     if latest.source != likely.source and latest.step > likely.step:
-        later = f" From step {latest.step:,} on: {_named(latest)}."
-    return f"Likely cause: {_named(likely)}.{later}"
-
-
-def _named(attribution: TimelineEvent) -> str:
-    probability = f" ({percent(attribution.score)})" if math.isfinite(attribution.score) else ""
-    return f"{attribution.source.replace('_', ' ')}{probability}"
+        later = f" From step {latest.step:,} on: {latest.source.replace('_', ' ')}."
+    return f"Likely cause: {likely.source.replace('_', ' ')}.{later}"
